@@ -1,0 +1,256 @@
+"""build_plan: from a model, a mesh and costs to a checked, executable plan.
+
+    template -> overlap graph -> candidates -> partition -> interleavings, slots, memory -> simulated step -> Plan
+
+Everything between is plain immutable data; see the modules of this folder in that order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from tessera_rt.costs import CostTable, Recompute
+from tessera_rt.errors import PlanError, Problem
+from tessera_rt.model_spec import ItemKind, ModelSpec
+from tessera_rt.plan import CostAssumptions, Mesh, Plan, SolverStatus, Stage
+from tessera_rt.plan_check import check_plan
+from tessera_rt.planner.candidates import Bounds, check_bounds, ranges
+from tessera_rt.planner.limits import Fit, fit, infeasible, over_limit
+from tessera_rt.planner.partition_milp import Solver, scipy_solver
+from tessera_rt.planner.search import Found, Options, search, t_dom_bound
+from tessera_rt.planner.setting import Setting
+from tessera_rt.scheduler.templates import Template, build_template, in_flight
+
+OBJECTIVES = ("step", "t_dom", "serial", "memory")
+PARTITIONERS = ("milp", "chain-dp")
+
+Costs = CostTable | Callable[[Recompute], CostTable]
+"""A cost table, or a function that makes one for a recomputation policy."""
+
+
+def build_plan(
+    model: ModelSpec,
+    mesh: Mesh,
+    costs: Costs,
+    *,
+    microbatches: int,
+    template: str | None = None,
+    memory_limit: int | None = None,
+    recompute: str = "auto",
+    objective: str = "step",
+    partitioner: str = "milp",
+    window: int | None = 2,
+    time_limit_s: float = 20.0,
+    pad: str = "groups",
+    method: str = "align",
+    joint: bool = True,
+    fixed_bounds: Sequence[int] | None = None,
+    solver: Solver = scipy_solver,
+) -> Plan:
+    """The plan of one training step; it has passed ``check_plan``.
+
+    ``template``: 1f1b | interleaved-1f1b | gpipe; None takes 1f1b for one stage a rank, else interleaved-1f1b.
+    ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method`` of interleavings: align | fifo.
+
+    ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
+    full | auto, where auto takes the least of them that fits the limit; a plain cost table already says which it is for.
+
+    ``objective``: step (simulated step time) | t_dom | serial | memory. ``partitioner``: milp | chain-dp (quick).
+    ``window``: how far boundaries may move from the balanced partitions, None for anywhere. ``time_limit_s``: for
+    costing pairs and solving; when it is up the best partition so far is taken, and the plan's ``solver`` says so.
+    ``solver`` replaces ``scipy.optimize.milp``. ``fixed_bounds`` takes a given partition instead of searching:
+    positions 0 = b_0 <= b_1 <= ... = number of items.
+
+    Raises PlanError for impossible arguments, PartitionInfeasible if nothing keeps the memory limit (naming rank,
+    stage, need, limit and the smallest remedy), CostError if costs are missing, ScheduleError for an unknown template.
+    """
+    began = time.monotonic()
+    _check_request(
+        mesh,
+        microbatches=microbatches,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        objective=objective,
+        partitioner=partitioner,
+        window=window,
+        time_limit_s=time_limit_s,
+    )
+    name = template or ("1f1b" if mesh.vpp == 1 else "interleaved-1f1b")
+    order = build_template(name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad)
+    bounds = None if fixed_bounds is None else check_bounds(fixed_bounds, len(model.items), mesh.stages)
+    options = Options(
+        objective=objective, partitioner=partitioner, window=window, time_limit_s=time_limit_s, solver=solver
+    )
+    tables = _tables(costs, recompute)
+    tried: list[tuple[Setting, Fit]] = []
+    for policy_costs in tables:
+        table = policy_costs()
+        _check_costs(model, mesh, table)
+        setting = Setting(model, table, order, limit=memory_limit or 0, method=method)
+        if bounds is not None:
+            if setting.excess(bounds):
+                if len(tried) + 1 == len(tables):
+                    raise over_limit(setting, bounds)
+                tried.append((setting, Fit(start=None, leanest=bounds, bound=0)))
+                continue
+            found = Found(bounds=bounds, method="given", status="heuristic", bound_ns=t_dom_bound(setting))
+        else:
+            fitting = fit(setting, time_limit_s=time_limit_s, solver=solver)
+            if fitting.start is None:
+                tried.append((setting, fitting))
+                continue
+            found = search(setting, fitting.start, options)
+        plan = _assemble(setting, mesh, found, objective, time.monotonic() - began)
+        check_plan(plan, model)
+        return plan
+    raise infeasible(tried, stronger=costs if callable(costs) else None)
+
+
+def plan_with(
+    bounds: Sequence[int],
+    model: ModelSpec,
+    mesh: Mesh,
+    costs: CostTable,
+    *,
+    microbatches: int,
+    template: str | None = None,
+    pad: str = "groups",
+    method: str = "align",
+    joint: bool = True,
+) -> Plan:
+    """The plan of a given partition, for baselines and tests: ``build_plan`` with ``fixed_bounds`` and no limit."""
+    return build_plan(
+        model,
+        mesh,
+        costs,
+        microbatches=microbatches,
+        template=template,
+        pad=pad,
+        method=method,
+        joint=joint,
+        fixed_bounds=bounds,
+    )
+
+
+def _tables(costs: Costs, recompute: str) -> list[Callable[[], CostTable]]:
+    """Makers of the cost tables to try, weakest recomputation first."""
+    if isinstance(costs, CostTable):
+        return [lambda: costs]
+    policies = list(Recompute) if recompute == "auto" else [Recompute(recompute)]
+    return [lambda policy=policy: costs(policy) for policy in policies]  # type: ignore[misc]
+
+
+def _check_request(
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    memory_limit: int | None,
+    recompute: str,
+    objective: str,
+    partitioner: str,
+    window: int | None,
+    time_limit_s: float,
+) -> None:
+    problems = [
+        Problem(f"mesh.{name}", getattr(mesh, name), "an integer of at least 1")
+        for name in ("pp", "vpp", "dp", "ep", "tp")
+        if not isinstance(getattr(mesh, name), int) or getattr(mesh, name) < 1
+    ]
+    if not isinstance(microbatches, int) or microbatches < 1:
+        problems.append(Problem("microbatches", microbatches, "an integer of at least 1"))
+    if memory_limit is not None and memory_limit < 1:
+        problems.append(Problem("memory_limit", memory_limit, "a number of bytes of at least 1, or None"))
+    choices = (
+        ("recompute", recompute, (*Recompute, "auto")),
+        ("objective", objective, OBJECTIVES),
+        ("partitioner", partitioner, PARTITIONERS),
+    )
+    problems += [
+        Problem(field, value, f"one of {', '.join(allowed)}")
+        for field, value, allowed in choices
+        if value not in allowed
+    ]
+    if window is not None and window < 0:
+        problems.append(Problem("window", window, "at least 0 items, or None for any boundary"))
+    if not 0 <= time_limit_s < math.inf:
+        problems.append(Problem("time_limit_s", time_limit_s, "a finite number of seconds of at least 0"))
+    if problems:
+        raise PlanError.of("plan request", problems)
+
+
+def _check_costs(model: ModelSpec, mesh: Mesh, costs: CostTable) -> None:
+    problems = []
+    if costs.fingerprint != model.fingerprint:
+        remedy = "make costs for this model"
+        problems.append(Problem("costs.fingerprint", costs.fingerprint[:12], model.fingerprint[:12], remedy))
+    problems += [
+        Problem(f"costs.workload.{name}", getattr(costs.workload, name), f"{getattr(mesh, name)}, as in the mesh")
+        for name in ("dp", "ep", "tp")
+        if getattr(costs.workload, name) != getattr(mesh, name)
+    ]
+    problems += [
+        Problem(f"costs.memory.{item.label}", None, "the item's bytes")
+        for item in model.items
+        if item.label not in costs.memory
+    ]
+    if problems:
+        raise PlanError.of(f"costs for {model.name}", problems)
+
+
+def _assemble(setting: Setting, mesh: Mesh, found: Found, objective: str, seconds: float) -> Plan:
+    bounds = found.bounds
+    t_dom = setting.t_dom(bounds)
+    return Plan(
+        model=setting.model.name,
+        fingerprint=setting.model.fingerprint,
+        mesh=mesh,
+        template=setting.template.name,
+        microbatches=setting.template.microbatches,
+        stages=_stages(setting.template, bounds),
+        actions=setting.template.actions,
+        interleavings=setting.interleavings(bounds),
+        memory=setting.memory.of(bounds, setting.limit),
+        workload=setting.costs.workload,
+        assumptions=_assumptions(setting.costs),
+        solver=SolverStatus(
+            objective=objective,
+            method=found.method,
+            status=found.status,
+            t_dom_ns=t_dom,
+            bound_ns=min(found.bound_ns, t_dom),
+            step_ns=setting.step_ns(bounds),
+            bottleneck=setting.bottleneck(bounds),
+            seconds=seconds,
+            alternatives=dict(found.alternatives),
+        ),
+        pad=setting.template.pad,
+        shadows=setting.template.shadows,
+        simulate_only=_simulate_only(setting.model, mesh),
+    )
+
+
+def _stages(template: Template, bounds: Bounds) -> tuple[Stage, ...]:
+    slots = in_flight(template)
+    return tuple(
+        Stage(index=s, rank=template.stage_ranks[s], start=start, stop=stop, slots=slots[s])
+        for s, (start, stop) in enumerate(ranges(bounds))
+    )
+
+
+def _assumptions(costs: CostTable) -> CostAssumptions:
+    return CostAssumptions(
+        source=costs.provenance.source,
+        device=costs.provenance.device,
+        comm_sms=costs.comm_sms,
+        contention=costs.contention,
+        link=costs.link,
+        notes=costs.provenance.notes,
+    )
+
+
+def _simulate_only(model: ModelSpec, mesh: Mesh) -> tuple[str, ...]:
+    """Features of the plan that the engine does not run yet."""
+    mtp = any(item.kind is ItemKind.MTP for item in model.items)
+    return (("mtp",) if mtp else ()) + (("tp",) if mesh.tp > 1 else ())

@@ -1,0 +1,121 @@
+"""Costs of all candidate pairs of every edge, and which candidates no better partition can use.
+
+A known partition gives an upper bound T: pairs that cost more are left out, then candidates without a partner on some
+edge, then candidates that no path of boundaries reaches any more, and so on until nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tessera_rt.planner.candidates import Bounds, Candidates
+from tessera_rt.planner.chain_dp import FORBIDDEN, Table
+from tessera_rt.planner.overlap_graph import Edge
+from tessera_rt.planner.pair_costs import PairCosts
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeCosts:
+    """``cost[i, j]`` (ns): the edge's forward stage holds its i-th candidate, its backward stage its j-th.
+
+    FORBIDDEN where the pair was left out, and off the diagonal of a self-loop.
+    """
+
+    edge: Edge
+    cost: Table
+
+
+def edge_costs(
+    cands: Candidates,
+    edges: Sequence[Edge],
+    pair_costs: PairCosts,
+    *,
+    at_most: int | None = None,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> tuple[EdgeCosts, ...] | None:
+    """Cost tables of all edges; pairs above ``at_most`` are FORBIDDEN. None once ``out_of_time`` says so."""
+    tables: list[EdgeCosts] = []
+    for edge in edges:
+        forward, backward = cands.ranges[edge.forward], cands.ranges[edge.backward]
+        bounds = pair_costs.lower_bounds(edge, forward, backward)
+        possible = _compatible(cands, edge)
+        if at_most is not None:
+            possible &= bounds <= at_most
+        cost = np.full(bounds.shape, FORBIDDEN, dtype=np.int64)
+        for i, j in np.argwhere(possible):
+            if out_of_time():
+                return None
+            cost[i, j] = pair_costs.edge(edge, forward[i], backward[j])
+        if at_most is not None:
+            cost[cost > at_most] = FORBIDDEN
+        tables.append(EdgeCosts(edge, cost))
+    return tuple(tables)
+
+
+def stage_costs(cands: Candidates, cost: Table, *, at_most: int | None = None) -> tuple[EdgeCosts, ...]:
+    """The same for costs of single stages: ``cost[p, q]`` is that of a stage with the items p to q - 1."""
+    tables: list[EdgeCosts] = []
+    for stage, chunks in enumerate(cands.ranges):
+        edge = Edge(key=f"{stage}", rank=0, forward=stage, backward=stage, count=1, overlapped=False)
+        table = np.full((len(chunks), len(chunks)), FORBIDDEN, dtype=np.int64)
+        values = np.array([cost[chunk] for chunk in chunks], dtype=np.int64)
+        np.fill_diagonal(table, values)
+        if at_most is not None:
+            table[table > at_most] = FORBIDDEN
+        tables.append(EdgeCosts(edge, table))
+    return tuple(tables)
+
+
+def _compatible(cands: Candidates, edge: Edge) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """Which ranges two stages can hold at once: the earlier stage's ends where the later one's begins, or before."""
+    forward = np.array(cands.ranges[edge.forward]).reshape(-1, 2)
+    backward = np.array(cands.ranges[edge.backward]).reshape(-1, 2)
+    if edge.forward == edge.backward:
+        return np.eye(len(forward), dtype=bool)
+    if edge.forward < edge.backward:
+        between = backward[None, :, 0] - forward[:, None, 1]
+    else:
+        between = forward[:, None, 0] - backward[None, :, 1]
+    neighbours = abs(edge.forward - edge.backward) == 1
+    return np.asarray(between == 0 if neighbours else between >= 0)
+
+
+def prune(cands: Candidates, tables: Sequence[EdgeCosts]) -> tuple[Candidates, tuple[EdgeCosts, ...]]:
+    """Drops candidates without a partner on an edge of theirs, until every one left has a partner and a path."""
+    while True:
+        dropped: set[tuple[int, tuple[int, int]]] = set()
+        for table in tables:
+            allowed = table.cost < FORBIDDEN
+            for stage, alive in ((table.edge.forward, allowed.any(axis=1)), (table.edge.backward, allowed.any(axis=0))):
+                dropped |= {(stage, cands.ranges[stage][i]) for i in np.flatnonzero(~alive)}
+        left = cands.without(dropped)
+        if left == cands:
+            return cands, tuple(tables)
+        tables = [_restricted(table, cands, left) for table in tables]
+        cands = left
+
+
+def _restricted(table: EdgeCosts, before: Candidates, after: Candidates) -> EdgeCosts:
+    def kept(stage: int) -> list[int]:
+        left = set(after.ranges[stage])
+        return [i for i, chunk in enumerate(before.ranges[stage]) if chunk in left]
+
+    rows, columns = kept(table.edge.forward), kept(table.edge.backward)
+    return EdgeCosts(table.edge, table.cost[np.ix_(rows, columns)])
+
+
+def largest_cost(edges: Sequence[Edge], pair_costs: PairCosts, bounds: Bounds) -> tuple[int, Edge | None]:
+    """T_dom of a partition (ns) and the first edge that costs that much."""
+    worst, where = -1, None
+    for edge in edges:
+        cost = pair_costs.edge(
+            edge,
+            (bounds[edge.forward], bounds[edge.forward + 1]),
+            (bounds[edge.backward], bounds[edge.backward + 1]),
+        )
+        if cost > worst:
+            worst, where = cost, edge
+    return max(worst, 0), where

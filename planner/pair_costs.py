@@ -1,0 +1,244 @@
+"""Post-overlap cost of passes run together: list scheduling, or a measured figure where the cost table has one.
+
+Chunks made of equal items in equal order cost the same wherever they stand, so results are kept by the items' own costs
+and renamed for the chunk at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera_rt.costs import CostTable
+from tessera_rt.errors import CostError, Problem
+from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Action, ActionKind, Interleaving
+from tessera_rt.planner.candidates import Range
+from tessera_rt.planner.overlap_graph import Edge
+from tessera_rt.scheduler.graphs import chunk_graph
+from tessera_rt.scheduler.list_schedule import list_schedule
+from tessera_rt.tasks import Pass, Resource, TaskGraph
+
+Table = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """An interleaving by positions in the canonical task order instead of names; times in ns from its start."""
+
+    order: tuple[int, ...]
+    starts_ns: tuple[int, ...]
+    makespan_ns: int
+    outputs_ns: tuple[int, ...]  # per pass: end of its last task that is no W
+    method: str
+
+
+def pair_key(graph: TaskGraph) -> str:
+    """The key of a measured pair in ``CostTable.pairs``: its task names in canonical order, forward's first."""
+    return " ".join(graph.names)
+
+
+class PairCosts:
+    """Costs of running passes of item ranges, alone or together. All times are ns.
+
+    ``method`` is the list scheduler's (align | fifo). Instances remember what they computed.
+    """
+
+    def __init__(self, model: ModelSpec, costs: CostTable, *, method: str = "align") -> None:
+        self.model = model
+        self.costs = costs
+        self.method = method
+        forward = [chunk_graph(model, costs, i, i + 1, Pass.F) for i in range(len(model.items))]
+        backward = [chunk_graph(model, costs, i, i + 1, Pass.B) for i in range(len(model.items))]
+        self._class_of = _number(_signature(f, b) for f, b in zip(forward, backward, strict=True))
+        self._graphs: dict[tuple[ActionKind, Range], TaskGraph] = {}
+        self._orders: dict[tuple[tuple[ActionKind, tuple[int, ...]], ...], _Order] = {}
+        self._pairs: dict[tuple[Range, Range], int] = {}
+        self._forward_sums = _PrefixSums.of(forward)
+        self._backward_sums = _PrefixSums.of(backward)
+
+    def graph(self, kind: ActionKind, chunk: Range) -> TaskGraph:
+        """Tasks of a pass over a chunk; ``B`` brings its W tasks, ``I`` does not."""
+        key = (kind, chunk)
+        if key not in self._graphs:
+            pass_ = Pass.B if kind is ActionKind.I else Pass(kind)
+            self._graphs[key] = chunk_graph(self.model, self.costs, *chunk, pass_, with_w=kind is not ActionKind.I)
+        return self._graphs[key]
+
+    def interleaving(self, action: Action, chunk_of: Sequence[Range]) -> Interleaving:
+        """The order of an action's tasks when stage s holds the items ``chunk_of[s]``. Micro-batches are ignored."""
+        parts = tuple((part.kind, chunk_of[part.stage]) for part in action.passes)
+        found = self._order(parts)
+        names = [name for kind, chunk in parts for name in self.graph(kind, chunk).names]
+        return Interleaving(
+            key=action.key,
+            order=tuple(names[i] for i in found.order),
+            starts_ns=found.starts_ns,
+            makespan_ns=found.makespan_ns,
+            comm_sms=self.costs.comm_sms,
+            method=found.method,
+        )
+
+    def timing(self, action: Action, chunk_of: Sequence[Range]) -> tuple[int, tuple[int, ...]]:
+        """Length of an action (ns), and for each of its passes when its output exists (W tasks left out)."""
+        parts = tuple((part.kind, chunk_of[part.stage]) for part in action.passes)
+        found = self._order(parts)
+        return found.makespan_ns, found.outputs_ns
+
+    def solo(self, kind: ActionKind, chunk: Range) -> int:
+        """Time of one pass over a chunk by itself."""
+        return self._order(((kind, chunk),)).makespan_ns
+
+    def pair(self, forward: Range, backward: Range) -> int:
+        """Time of F over one chunk together with B and W over another: measured if the table has it, or scheduled.
+
+        Raises CostError when a measured time lies outside what is possible: at least the longer chunk's, at most both
+        chunks' tasks one after the other under full contention.
+        """
+        key = (forward, backward)
+        if key not in self._pairs:
+            self._pairs[key] = self._pair(forward, backward)
+        return self._pairs[key]
+
+    def edge(self, edge: Edge, forward: Range, backward: Range) -> int:
+        """Cost of an edge of the overlap graph: its pair's time, or the sum of both passes where nothing overlaps."""
+        if edge.overlapped:
+            return self.pair(forward, backward)
+        return self.solo(ActionKind.F, forward) + self.solo(ActionKind.B, backward)
+
+    def lower_bounds(self, edge: Edge, forward: Sequence[Range], backward: Sequence[Range]) -> Table:
+        """[len(forward), len(backward)]: no pair of the edge can be faster. Costs no scheduling."""
+        f, b = self._forward_sums.over(forward), self._backward_sums.over(backward)
+        if not edge.overlapped:
+            return f.path[:, None] + b.path[None, :]
+        longest = np.maximum(f.path[:, None], b.path[None, :])
+        comp = f.comp[:, None] + b.comp[None, :]
+        comm = f.comm[:, None] + b.comm[None, :]
+        return np.asarray(np.maximum(longest, np.maximum(comp, comm)), dtype=np.int64)
+
+    def stage_bounds(self, edge: Edge) -> tuple[Table, Table]:
+        """[n + 1, n + 1] each, for ranges [p, q): what the edge costs at least by its forward, by its backward stage."""
+        f, b = self._forward_sums.tables(), self._backward_sums.tables()
+        if edge.forward != edge.backward:
+            return f.path, b.path
+        if not edge.overlapped:
+            return f.path + b.path, f.path + b.path
+        both = np.maximum.reduce([f.path, b.path, f.comp + b.comp, f.comm + b.comm])
+        return both, both
+
+    def largest_bound(self, edges: Sequence[Edge], bounds: Sequence[int]) -> int:
+        """A lower bound of the largest edge cost of a partition, without scheduling any pair."""
+        chunks = list(pairwise(bounds))
+        forward = [chunks[edge.forward] for edge in edges]
+        backward = [chunks[edge.backward] for edge in edges]
+        f, b = self._forward_sums.over(forward), self._backward_sums.over(backward)
+        if not edges[0].overlapped:
+            return int((f.path + b.path).max())
+        return int(np.maximum.reduce([f.path, b.path, f.comp + b.comp, f.comm + b.comm]).max())
+
+    def _pair(self, forward: Range, backward: Range) -> int:
+        f, b = self._forward_sums.over([forward]), self._backward_sums.over([backward])
+        loads = (int(f.comp[0] + b.comp[0]), int(f.comm[0] + b.comm[0]))
+        least = max(int(f.path[0]), int(b.path[0]))
+        most = sum(loads)
+        if self.costs.pairs:
+            merged = self.graph(ActionKind.F, forward).merged(self.graph(ActionKind.B, backward))
+            measured = self.costs.pairs.get(pair_key(merged))
+            if measured is not None:
+                most = round(most * (1 + self.costs.contention))
+                if not least <= measured <= most:
+                    problem = Problem(
+                        f"pairs[{pair_key(merged)}]",
+                        measured,
+                        f"between {least} and {most} ns",
+                        "measure this pair again",
+                    )
+                    raise CostError.of("cost table", [problem])
+                return measured
+        least = max(least, *loads)
+        if least == most:  # one lane only: nothing to order
+            return most
+        cost = self._order(((ActionKind.F, forward), (ActionKind.B, backward))).makespan_ns
+        assert least <= cost <= most, f"{forward} with {backward}: {cost} ns is not within [{least}, {most}]"
+        return cost
+
+    def _order(self, parts: tuple[tuple[ActionKind, Range], ...]) -> _Order:
+        key = tuple((kind, self._class_of[chunk[0] : chunk[1]]) for kind, chunk in parts)
+        if key not in self._orders:
+            graph = self.graph(*parts[0])
+            for part in parts[1:]:
+                graph = graph.merged(self.graph(*part))
+            made = list_schedule(graph, "", method=self.method, comm_sms=self.costs.comm_sms)
+            place = {name: i for i, name in enumerate(graph.names)}
+            ends = {
+                name: start + graph.by_name[name].ns for name, start in zip(made.order, made.starts_ns, strict=True)
+            }
+            outputs = tuple(
+                max((ends[task.name] for task in self.graph(*part).tasks if task.pass_ is not Pass.W), default=0)
+                for part in parts
+            )
+            order = tuple(place[name] for name in made.order)
+            self._orders[key] = _Order(order, made.starts_ns, made.makespan_ns, outputs, made.method)
+        return self._orders[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Per chunk: time on each lane, and the longest chain of dependent tasks (W left out)."""
+
+    comp: Table
+    comm: Table
+    path: Table
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixSums:
+    """Sums over the first k items, so that any chunk's loads are differences. Paths add up: items form a chain."""
+
+    comp: Table
+    comm: Table
+    path: Table
+
+    @classmethod
+    def of(cls, graphs: Sequence[TaskGraph]) -> _PrefixSums:
+        return cls(
+            prefix_sums(graph.total_ns(Resource.COMP) for graph in graphs),
+            prefix_sums(graph.total_ns(Resource.COMM) for graph in graphs),
+            prefix_sums(_longest_path(graph) for graph in graphs),
+        )
+
+    def tables(self) -> _Loads:
+        """[n + 1, n + 1] of all ranges [p, q); without meaning where q < p."""
+        return _Loads(*(sums[None, :] - sums[:, None] for sums in (self.comp, self.comm, self.path)))
+
+    def over(self, chunks: Sequence[Range]) -> _Loads:
+        start = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
+        stop = np.array([chunk[1] for chunk in chunks], dtype=np.int64)
+        return _Loads(*(sums[stop] - sums[start] for sums in (self.comp, self.comm, self.path)))
+
+
+def prefix_sums(values: Iterable[int]) -> Table:
+    """[n + 1] sums of the first 0, 1, ..., n values."""
+    return np.concatenate([[0], np.cumsum(np.fromiter(values, dtype=np.int64))]).astype(np.int64)
+
+
+def _longest_path(graph: TaskGraph) -> int:
+    ends: dict[str, int] = {}
+    for task in graph.tasks:
+        if not task.movable:
+            ends[task.name] = max((ends[dep] for dep in task.deps), default=0) + task.ns
+    return max(ends.values(), default=0)
+
+
+def _signature(forward: TaskGraph, backward: TaskGraph) -> tuple[tuple[str, str, int], ...]:
+    """Everything about one item's tasks that an interleaving depends on (dependencies follow from the kinds)."""
+    return tuple((task.kind, task.pass_, task.ns) for task in (*forward.tasks, *backward.tasks))
+
+
+def _number(signatures: Iterable[tuple[tuple[str, str, int], ...]]) -> tuple[int, ...]:
+    numbers: dict[tuple[tuple[str, str, int], ...], int] = {}
+    return tuple(numbers.setdefault(signature, len(numbers)) for signature in signatures)

@@ -1,0 +1,267 @@
+"""Partitions for every objective, and the baselines they are compared with.
+
+- ``t_dom``: the least largest edge cost (``milp``: exact among the candidates; ``chain-dp``: exact if all edges are
+  self-loops, else by additive costs),
+- ``serial``: the least largest serial time of a stage,
+- ``memory``: the least peak memory,
+- ``step``: the best *simulated* step among all of these and a local search on the estimated step. T_dom alone leaves
+  most boundaries free (one heavy chunk fixes it), so its optimum can be slower than a plain balanced partition.
+
+Ties go to the partition whose heaviest rank has least to do, then to the least sum of squared stage times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tessera_rt.planner.baselines import balanced, equal_layers, load_key, memory_balanced, parameter_balanced
+from tessera_rt.planner.candidates import Bounds, Candidates, candidates, shortest_chunk
+from tessera_rt.planner.chain_dp import FORBIDDEN, Key, chain_partition, improve
+from tessera_rt.planner.edge_costs import edge_costs, prune, stage_costs
+from tessera_rt.planner.partition_milp import MilpPartition, Solver, partition_milp
+from tessera_rt.planner.setting import Setting
+from tessera_rt.planner.step_estimate import StepEstimate
+
+TIE_EVALUATIONS = 2_000
+"""Partitions looked at to break ties: about a second."""
+TUNE_ACTIONS = 2_000_000
+"""Work of the search on the estimated step, in actions estimated: some seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to search; see ``build_plan``."""
+
+    objective: str
+    partitioner: str
+    window: int | None
+    time_limit_s: float
+    solver: Solver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A partition and how it was found. ``bound_ns``: proven lower bound of T_dom. ``status``: as in ``SolverStatus``.
+
+    ``alternatives``: (name, simulated step time in ns) of everything that was simulated.
+    """
+
+    bounds: Bounds
+    method: str
+    status: str
+    bound_ns: int
+    alternatives: tuple[tuple[str, int], ...] = ()
+
+
+def search(setting: Setting, start: Bounds, options: Options) -> Found:
+    """The best partition for the objective. ``start``: a serial-balanced partition that keeps the memory limit."""
+    match options.objective:
+        case "t_dom":
+            return _least_t_dom(setting, start, options)
+        case "serial":
+            return _least_serial(setting, start, options)
+        case "memory":
+            return _least_memory(setting, start, options)
+        case _:
+            return _least_step(setting, start, options)
+
+
+# -- step time -------------------------------------------------------------------------------------
+
+
+def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
+    """The fastest in simulation: never slower than the equal, balanced and T_dom-optimal partitions that fit."""
+    t_dom = _least_t_dom(setting, start, options)
+    ranks = setting.template.stage_ranks
+    named: dict[str, Bounds] = {
+        "equal layers": equal_layers(setting.model, setting.stages),
+        "parameter-balanced": parameter_balanced(setting.model, setting.costs, setting.stages),
+        "serial-balanced": start,
+        "overlap-balanced": balanced(setting.quick, ranks, setting.memory, setting.limit) or start,
+        "t_dom": t_dom.bounds,
+    }
+    fitting = [bounds for bounds in named.values() if not setting.excess(bounds)]
+    named["step-tuned"] = _tuned(setting, min(fitting, key=setting.step_ns))
+    best = min(
+        (name for name, bounds in named.items() if not setting.excess(bounds)),
+        key=lambda name: (setting.step_ns(named[name]), setting.t_dom(named[name])),
+    )
+    alternatives = tuple(
+        (name if not setting.excess(bounds) else f"{name} (over the memory limit)", setting.step_ns(bounds))
+        for name, bounds in named.items()
+    )
+    same = named[best] == t_dom.bounds
+    return Found(
+        bounds=named[best],
+        method=f"simulated step: {best}; {t_dom.method}",
+        status=t_dom.status if same else "heuristic",
+        bound_ns=min(t_dom.bound_ns, setting.t_dom(named[best])),
+        alternatives=alternatives,
+    )
+
+
+def _tuned(setting: Setting, start: Bounds) -> Bounds:
+    """A local optimum of the estimated step near ``start``."""
+    estimate = StepEstimate(setting)
+    return improve(
+        start,
+        lambda moved: (excess, 0) if (excess := setting.excess(moved)) else (0, estimate(moved)),
+        shortest=_shortest(setting),
+        evaluations=TUNE_ACTIONS // max(1, estimate.actions),
+    )
+
+
+# -- T_dom -----------------------------------------------------------------------------------------
+
+
+def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
+    """The least T_dom; the chain partition's when the solver runs out of time with nothing to show."""
+    began = time.monotonic()
+    chain = _chain(setting, start)
+    if options.partitioner == "chain-dp":
+        return chain
+
+    def left() -> float:
+        return options.time_limit_s - (time.monotonic() - began)
+
+    result = _milp(setting, (start, chain.bounds), options, left)
+    best = min((start, chain.bounds), key=setting.t_dom)
+    if result is None:
+        return Found(
+            bounds=best,
+            method=_fallback(options),
+            status=chain.status if best == chain.bounds else "heuristic",
+            bound_ns=chain.bound_ns,
+        )
+    bounds = _ties_broken(setting, min((best, result.bounds), key=setting.t_dom))
+    bound = max(chain.bound_ns, result.bound)
+    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=min(setting.t_dom(bounds), bound))
+
+
+def _fallback(options: Options) -> str:
+    return f"chain-dp (milp found nothing in {options.time_limit_s:g} s)"
+
+
+def _milp(
+    setting: Setting, centers: Sequence[Bounds], options: Options, left: Callable[[], float]
+) -> MilpPartition | None:
+    """The program over boundaries near the centers; None if the time is up first."""
+    cands = _near(setting, centers, options)
+    at_most = min(map(setting.t_dom, centers))
+    tables = edge_costs(cands, setting.edges, setting.pairs, at_most=at_most, out_of_time=lambda: left() <= 0)
+    if tables is None:
+        return None
+    cands, tables = prune(cands, tables)
+    return partition_milp(
+        cands,
+        tables,
+        memory=setting.memory,
+        limit=setting.limit,
+        time_limit_s=left(),
+        solver=options.solver,
+    )
+
+
+def _ties_broken(setting: Setting, bounds: Bounds) -> Bounds:
+    """Among partitions of the same T_dom nearby: least load of the heaviest rank, then least sum of squares."""
+    t_dom = setting.t_dom(bounds)
+
+    def key(moved: Bounds) -> Key:
+        excess, least = setting.excess(moved), setting.pairs.largest_bound(setting.edges, moved)
+        if excess or least > t_dom:  # worse already: no pair need be scheduled to know
+            return (excess, least, 0, 0)
+        return (excess, setting.t_dom(moved), max(setting.rank_loads(moved)), setting.squares(moved))
+
+    return improve(bounds, key, shortest=_shortest(setting), evaluations=TIE_EVALUATIONS)
+
+
+def _chain(setting: Setting, start: Bounds) -> Found:
+    """By dynamic programming: exact for T_dom if all edges are self-loops, else by additive costs with overlap."""
+    ranks = setting.template.stage_ranks
+    if not setting.only_self_loops:
+        quick = balanced(setting.quick, ranks, setting.memory, setting.limit) or start
+        bounds = min((start, quick), key=setting.t_dom)
+        return Found(bounds=bounds, method="chain-dp", status="heuristic", bound_ns=t_dom_bound(setting))
+    least = setting.pairs.stage_bounds(setting.edges[0])[0]
+    table = np.full(least.shape, FORBIDDEN, dtype=np.int64)
+    for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
+        table[p, q] = setting.pairs.edge(setting.edges[0], (p, q), (p, q))
+    bounds = balanced(table, ranks, setting.memory, setting.limit) or start
+    exact = setting.one_stage_a_rank or not setting.limit
+    return Found(
+        bounds=bounds,
+        method="chain-dp",
+        status="optimal" if exact else "heuristic",
+        bound_ns=setting.t_dom(bounds) if exact else t_dom_bound(setting),
+    )
+
+
+def t_dom_bound(setting: Setting) -> int:
+    """A lower bound of T_dom (ns) for every partition: no stage's edges can be faster than its own passes allow."""
+    size = len(setting.model.items) + 1
+    table = np.zeros((setting.stages, size, size), dtype=np.int64)
+    for edge in setting.edges:
+        forward, backward = setting.pairs.stage_bounds(edge)
+        table[edge.forward] = np.maximum(table[edge.forward], forward)
+        table[edge.backward] = np.maximum(table[edge.backward], backward)
+    found = chain_partition(table, setting.stages)
+    assert found is not None, "nothing is forbidden"
+    return found[1]
+
+
+# -- serial time and memory ------------------------------------------------------------------------
+
+
+def _least_serial(setting: Setting, start: Bounds, options: Options) -> Found:
+    bound = t_dom_bound(setting)
+    exact = setting.one_stage_a_rank or not setting.limit
+    chain = Found(bounds=start, method="chain-dp", status="optimal" if exact else "heuristic", bound_ns=bound)
+    if options.partitioner == "chain-dp":
+        return chain
+    cands = _near(setting, [start], options)
+    load = load_key(setting.serial, setting.template.stage_ranks)
+    cands, tables = prune(cands, stage_costs(cands, setting.serial, at_most=int(load(start)[0])))
+    result = partition_milp(
+        cands,
+        tables,
+        memory=setting.memory,
+        limit=setting.limit,
+        time_limit_s=options.time_limit_s,
+        solver=options.solver,
+    )
+    if result is None:
+        return Found(bounds=start, method=_fallback(options), status=chain.status, bound_ns=bound)
+    bounds = improve(
+        min((start, result.bounds), key=load),
+        lambda moved: (setting.excess(moved), *load(moved)),
+        shortest=_shortest(setting),
+        evaluations=TIE_EVALUATIONS,
+    )
+    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=bound)
+
+
+def _least_memory(setting: Setting, start: Bounds, options: Options) -> Found:
+    bound = t_dom_bound(setting)
+    balanced_memory = memory_balanced(setting.template.stage_ranks, setting.memory)
+    status = "optimal" if setting.one_stage_a_rank else "heuristic"
+    chain = Found(bounds=balanced_memory, method="chain-dp", status=status, bound_ns=bound)
+    if options.partitioner == "chain-dp" or setting.one_stage_a_rank:
+        return chain
+    cands = _near(setting, [start, balanced_memory], options)
+    result = partition_milp(cands, [], memory=setting.memory, time_limit_s=options.time_limit_s, solver=options.solver)
+    if result is None:
+        return Found(bounds=balanced_memory, method=_fallback(options), status=status, bound_ns=bound)
+    bounds = min((balanced_memory, result.bounds), key=lambda found: max(setting.memory.peaks(found)))
+    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=bound)
+
+
+def _near(setting: Setting, centers: Sequence[Bounds], options: Options) -> Candidates:
+    return candidates(len(setting.model.items), setting.stages, centers, window=options.window)
+
+
+def _shortest(setting: Setting) -> int:
+    return shortest_chunk(len(setting.model.items), setting.stages)

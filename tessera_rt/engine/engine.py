@@ -1,0 +1,293 @@
+"""Engine: runs a plan. ``Engine(model, plan).step(batch)`` fits in a training loop of one's own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tessera_rt.engine.batch import Batch, Microbatch, agree, split_batch, valid_tokens
+from tessera_rt.engine.device import CpuDevice, Device, DeviceSetup
+from tessera_rt.engine.events import Event
+from tessera_rt.engine.grads import GradientBuffers, global_norm, refuse_wrapped
+from tessera_rt.engine.loop import Driver
+from tessera_rt.engine.mesh import make_groups
+from tessera_rt.engine.optim import OptimizerConfig, ShardedOptimizer
+from tessera_rt.engine.stage import StageRunner
+from tessera_rt.engine.watchdog import FailureReporter
+from tessera_rt.errors import PlanError, Problem
+from tessera_rt.model_spec import ItemKind, ModelSpec
+from tessera_rt.moe.dispatch import make_transport
+from tessera_rt.moe.steps import Placement, TaskModel, Transport
+from tessera_rt.plan import Action, ActionKind, Message, Plan, messages_from, output_of
+from tessera_rt.plan_check import check_plan
+from tessera_rt.timeline import Timeline
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+METRICS = ("loss", "aux_loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Of one training step, equal on all ranks. ``loss``: mean cross-entropy over ``tokens`` valid tokens.
+
+    ``grad_norm``: global norm before clipping. ``skipped``: it was not finite and the parameters were left alone.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
+
+
+class Engine:
+    """Owns this rank's stages, their gradients and the optimizer. All public methods are collective over all ranks.
+
+    ``model``: see ``moe.steps.TaskModel``. The default process group must exist and have ``plan.mesh.world`` ranks.
+    ``overlap`` off runs the same actions one pass after the other. ``wrap_transport`` lets tests stand between the
+    stages and the collectives. Raises PlanError for a plan that is not runnable, for another model or another number of
+    processes, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        model: TaskModel,
+        plan: Plan,
+        *,
+        device: Device | None = None,
+        optimizer: OptimizerConfig | None = None,
+        overlap: bool = True,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+        wrap_transport: Callable[[Transport], Transport] | None = None,
+    ) -> None:
+        refuse_wrapped(model)
+        _refuse_unrunnable(plan, model.spec, dist.get_world_size())
+        self.model = model
+        self.plan = plan
+        self.overlap = overlap
+        self.seed = seed
+        self.timeout_s = timeout_s
+        self.steps_done = 0
+        self.dtype = DTYPES[plan.workload.dtype]
+        self.device = device or CpuDevice()
+        self.groups = make_groups(plan, model.spec, timeout_s=timeout_s)
+        self.reporter = FailureReporter.for_group(self.groups.world)
+        self._runtime = self.device.set_up(
+            DeviceSetup(
+                plan=plan,
+                spec=model.spec,
+                groups=self.groups,
+                reporter=self.reporter,
+                dtype=self.dtype,
+                overlap=overlap,
+                timeout_s=timeout_s,
+            )
+        )
+        transport = make_transport(self.groups.ep, self.groups.data, plan.mesh, self.groups.rank, timeout_s=timeout_s)
+        if wrap_transport is not None:
+            transport = wrap_transport(transport)
+        placement = Placement(ep_rank=self.groups.ep_i, ep_size=plan.mesh.ep, dtype=self.dtype)
+        mine = plan.stages_of[self.groups.pp_i]
+        chunks = {s.index: model.build_chunk(model.spec.items[s.start : s.stop], placement) for s in mine}
+        infos = [info for chunk in chunks.values() for info in chunk.parameter_infos()]
+        self.gradients = GradientBuffers(infos, self.groups)
+        for chunk in chunks.values():
+            chunk.set_sink(self.gradients.queue)
+        self.optimizer = ShardedOptimizer(self.gradients, optimizer or OptimizerConfig())
+        self.stages = {
+            index: StageRunner(
+                index, chunk, transport, self._runtime.lanes, self.gradients.queue, plan.workload.recompute
+            )
+            for index, chunk in chunks.items()
+        }
+        self._driver = Driver(
+            plan,
+            model.spec,
+            self.groups.pp_i,
+            self.stages,
+            self._runtime.mail,
+            overlap=overlap,
+            note=self.reporter.arrive,
+        )
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, lr: float | None = None) -> StepResult:
+        """One training step: all micro-batches, gradient reduction, clipping, optimizer.
+
+        ``batch``: this (dp, ep) coordinate's, the same on its pipeline ranks: (tokens, labels) [B, s] int64 tensors,
+        split on dimension 0, or a list of such pairs, one per micro-batch and of any sizes. ``lr``: of this step
+        (default: the optimizer's). Raises SpecError for a bad batch, TransportError when a rank fails or does not
+        answer in time.
+        """
+        microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
+        with self._failures("step"):
+            tokens = self._begin("train", microbatches)
+            self.gradients.zero()
+            given = self._given(microbatches, tokens)
+            self._exchange(microbatches, lambda: self._driver.train(given), train=True)
+            self.gradients.queue.check_empty()
+            self.gradients.reduce()
+            loss, aux_loss = self._metrics()
+            norm = global_norm(self.gradients)
+            skipped = self.optimizer.step(norm, lr=lr)
+            self.steps_done += 1
+        return StepResult(
+            step=self.steps_done, loss=loss, aux_loss=aux_loss, grad_norm=norm, tokens=tokens, skipped=skipped
+        )
+
+    def forward_backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Loss and all reduced gradients by global name, without an optimizer step (every rank gets its own names)."""
+        microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
+        with self._failures("forward_backward"):
+            tokens = self._begin("train", microbatches)
+            self.gradients.zero()
+            given = self._given(microbatches, tokens)
+            self._exchange(microbatches, lambda: self._driver.train(given), train=True)
+            self.gradients.queue.check_empty()
+            self.gradients.reduce()
+            loss, _ = self._metrics()
+            return loss, self.gradients.named_gradients()
+
+    def evaluate(self, batch: Batch) -> float:
+        """Mean cross-entropy over the batch's valid tokens; forward only, parameters and optimizer untouched."""
+        microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
+        with self._failures("evaluate"):
+            tokens = self._begin("eval", microbatches)
+            given = self._given(microbatches, tokens)
+            for stage in self.stages.values():
+                stage.chunk.eval()  # no dropout
+            try:
+                self._exchange(microbatches, lambda: self._driver.evaluate(given), train=False)
+            finally:
+                for stage in self.stages.values():
+                    stage.chunk.train()
+            return self._metrics()[0]
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters by layout-free name; experts one by one."""
+        return self.gradients.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, optimizer state and step count under layout-free names (for torch.distributed.checkpoint)."""
+        return {"model": self.named_parameters(), "optimizer": self.optimizer.state_dict(), "steps": self.steps_done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, whatever layout it was saved from."""
+        self.gradients.load_parameters(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps_done = int(state["steps"])
+
+    # -- observation ------------------------------------------------------------------------------------------------
+
+    def events(self) -> tuple[Event, ...]:
+        """This rank's event log of the last step."""
+        return self._runtime.events()
+
+    def timeline(self, label: str = "") -> Timeline:
+        """The last step as it was executed, all pipeline ranks of the first column."""
+        return Timeline(
+            label=label or self.device.source,
+            source=self.device.source,
+            ranks=self.plan.mesh.pp,
+            spans=self._runtime.spans(),
+        )
+
+    # -- inside a step ----------------------------------------------------------------------------------------------
+
+    def _begin(self, mode: str, microbatches: Sequence[Microbatch]) -> int:
+        """All ranks mean the same step before the first message; returns the global number of valid tokens."""
+        self.reporter.arrive(f"start of {mode} step {self.steps_done + 1}")
+        agree(
+            mode,
+            self.steps_done,
+            microbatches,
+            plan_digest(self.plan),
+            self.groups,
+            self.reporter,
+            timeout_s=self.timeout_s,
+        )
+        return valid_tokens(microbatches, self.groups)
+
+    def _given(self, microbatches: Sequence[Microbatch], tokens: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "tokens": microbatch.tokens,
+                "labels": microbatch.labels,
+                "loss_scale": 1.0 / max(tokens, 1),
+                "aux_scale": 1.0 / len(microbatches),
+                "random_key": self._random_key(microbatch.index),
+            }
+            for microbatch in microbatches
+        ]
+
+    def _random_key(self, microbatch: int) -> int:
+        text = f"{self.seed}/{self.steps_done}/{self.groups.dp_i}/{self.groups.ep_i}/{microbatch}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def _exchange(self, microbatches: Sequence[Microbatch], run: Callable[[], None], *, train: bool) -> None:
+        shapes = [self.model.boundary_shape((m.tokens.shape[0], m.tokens.shape[1])) for m in microbatches]
+        sent = [self._messages(rank, train=train) for rank in range(self.plan.mesh.pp)]
+        me = self.groups.pp_i
+        incoming = {
+            source: [message for message in queue if message.target == me]
+            for source, queue in enumerate(sent)
+            if any(message.target == me for message in queue)
+        }
+        self._runtime.open_step(shapes, sent[me], incoming)
+        run()
+        self._runtime.close_step()
+
+    def _messages(self, rank: int, *, train: bool) -> tuple[Message, ...]:
+        if train:
+            return messages_from(self.plan, rank, overlap=self.overlap)
+        forwards: list[Action] = [
+            part for action in self.plan.actions[rank] for part in action.passes if part.kind is ActionKind.F
+        ]
+        return tuple(message for message in (output_of(self.plan, part) for part in forwards) if message)
+
+    def _metrics(self) -> tuple[float, ...]:
+        """Loss terms summed over stages and data ranks."""
+        total = torch.zeros(len(METRICS), dtype=torch.float64)
+        for stage in self.stages.values():
+            for name, value in stage.take_metrics().items():
+                total[METRICS.index(name)] += value.double()
+        dist.all_reduce(total, group=self.groups.world)
+        return tuple(total.tolist())
+
+    def _failures(self, what: str) -> Any:
+        return self.reporter.guard(f"{what} {self.steps_done + 1}")
+
+
+def plan_digest(plan: Plan) -> str:
+    """Equal on all ranks that were given the same plan."""
+    text = repr((plan.fingerprint, asdict(plan.mesh), plan.stages, plan.actions, sorted(plan.interleavings.items())))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int) -> None:
+    """Raises PlanError unless this engine can run the plan on this many processes."""
+    problems: list[Problem] = []
+    if plan.mesh.tp != 1:
+        problems.append(Problem("mesh.tp", plan.mesh.tp, "1", "this engine has no tensor parallelism; plan with tp 1"))
+    problems += [
+        Problem("simulate_only", feature, "empty for a plan that is run", "this feature can only be simulated")
+        for feature in plan.simulate_only
+    ]
+    if any(item.kind is ItemKind.MTP for item in spec.items):
+        problems.append(Problem("model.mtp", len(spec.mtp), "0", "MTP blocks can be planned, not run yet"))
+    if plan.workload.dtype not in DTYPES:
+        problems.append(Problem("workload.dtype", plan.workload.dtype, " | ".join(DTYPES)))
+    if problems:
+        raise PlanError.of("plan", problems)
+    check_plan(plan, spec, world=world)

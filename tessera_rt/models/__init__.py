@@ -1,0 +1,1 @@
+"""Models that hand their forward pass to the engine as tasks."""

@@ -1,0 +1,1 @@
+"""MoE modules and the task interface between models and the engine."""

@@ -1,0 +1,1 @@
+"""Tools for testing code that runs on several ranks: a pool of worker processes."""

@@ -1,0 +1,130 @@
+"""Ranks of a launched run: results, and every way in which one can end. Nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from tessera_rt.errors import SpecError, TransportError
+from tessera_rt.launch import RankFailed, run_local, under_torchrun
+
+ENTRIES = Path(__file__).with_name("launch_entries.py")
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ENTRIES.parent))
+    import launch_entries
+
+    return launch_entries
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(text) for path in sorted(folder.glob("*.pid")) if (text := path.read_text())]
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_results_by_rank_one_thread_each_output_in_logs(entries: ModuleType, tmp_path: Path) -> None:
+    found = run_local(entries.sums, 3, (tmp_path, 10), log_dir=tmp_path / "logs", timeout_s=60)
+    assert found == [(0, 33, 1), (1, 33, 1), (2, 33, 1)]
+    assert "rank 1 printed this" in (tmp_path / "logs" / "rank1.log").read_text()
+    assert not (tmp_path / "logs" / "rank0.log").exists()
+    assert len(pids(tmp_path)) == 3 and not any(map(running, pids(tmp_path)))
+
+
+@pytest.mark.timeout(200)  # much less than the time-out of the ranks' own waits
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("killed", "rank 1 was killed by signal 9 (SIGKILL) during 3B3"),
+        ("exits", "rank 1 ended with exit code 3 during 3B3"),
+        ("silent", "rank 1 ended without a result during 3B3"),
+        ("raises", "rank 1 failed with ValueError: the dog ate it during 3B3"),
+    ],
+)
+def test_the_true_rank_action_and_cause_are_named(entries: ModuleType, tmp_path: Path, end: str, cause: str) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_local(entries.steps, 3, (tmp_path, end, 1), log_dir=tmp_path / "logs", timeout_s=600)
+    assert isinstance(caught.value, TransportError)
+    assert str(caught.value) == cause
+    assert (caught.value.rank, caught.value.action) == (1, "3B3")
+    assert len(pids(tmp_path)) == 3 and not any(map(running, pids(tmp_path)))
+    # The others ended by themselves and quote the first cause.
+    assert cause.removeprefix("rank 1 ").partition(" during")[0].removeprefix("failed with ValueError: ") in (
+        (tmp_path / "logs" / "rank2.log").read_text()
+    )
+
+
+def test_errors_of_users_keep_their_class_and_problems(entries: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        run_local(entries.steps, 2, (tmp_path, "user", 1), log_dir=tmp_path / "logs", timeout_s=600, grace_s=1)
+    assert caught.value.problems[0].field == "field"
+    assert caught.value.__notes__ == ["found by rank 1"]
+    assert not any(map(running, pids(tmp_path)))
+
+
+def test_a_rank_that_hangs_is_named_and_ended(entries: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_local(entries.steps, 2, (tmp_path, "hangs", 1), log_dir=tmp_path / "logs", timeout_s=3, grace_s=4)
+    text = str(caught.value)
+    assert "rank 0" in text and "step 3" in text, text
+    assert "rank 1 did not end and was stopped in 3B3" in text
+    assert not any(map(running, pids(tmp_path)))
+
+
+def test_a_rank_that_is_not_done_with_the_others_is_ended(entries: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 was not done 2 s after rank 0"):
+        run_local(entries.first_is_done_early, 2, (tmp_path,), timeout_s=1, grace_s=1)
+    assert not any(map(running, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen(
+        [sys.executable, str(ENTRIES), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while len(pids(tmp_path)) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        ranks = [psutil.Process(pid) for pid in pids(tmp_path)]
+        launcher.send_signal(signal_number)
+        _, errors = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert alive == []
+    assert launcher.returncode != 0
+    if signal_number is signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+
+
+def test_at_least_one_rank(entries: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="world = 0"):
+        run_local(entries.sums, 0, (tmp_path, 10))
+
+
+def test_torchrun_is_known_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not under_torchrun()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not under_torchrun()
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert under_torchrun()
