@@ -9,8 +9,9 @@ import numpy as np
 from tessera_rt.costs import CostTable
 from tessera_rt.model_spec import ItemKind, ModelSpec
 from tessera_rt.planner.candidates import Bounds, shortest_chunk
-from tessera_rt.planner.chain_dp import FORBIDDEN, Table, chain_partition, improve, range_sums, serial_times
+from tessera_rt.planner.chain_dp import chain_partition, improve, serial_times
 from tessera_rt.planner.memory import MemoryModel
+from tessera_rt.planner.tables import FORBIDDEN, Table, range_sums
 
 SEARCH_EVALUATIONS = 20_000
 """Limit of the local searches over ranks' loads: some tenths of a second."""

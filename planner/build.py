@@ -52,10 +52,10 @@ def build_plan(
     """The plan of one training step; it has passed ``check_plan``.
 
     ``template``: 1f1b | interleaved-1f1b | gpipe; None takes 1f1b for one stage a rank, else interleaved-1f1b.
-    ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method`` of interleavings: align | fifo.
+    ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``: align | fifo.
 
     ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
-    full | auto, where auto takes the least of them that fits the limit; a plain cost table already says which it is for.
+    full | auto, where auto takes the least of them that fits; a plain cost table already says which it is for.
 
     ``objective``: step (simulated step time) | t_dom | serial | memory. ``partitioner``: milp | chain-dp (quick).
     ``window``: how far boundaries may move from the balanced partitions, None for anywhere. ``time_limit_s``: for

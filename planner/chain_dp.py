@@ -7,7 +7,7 @@ load is improved afterwards by local search (``improve``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,9 @@ import numpy.typing as npt
 from tessera_rt.costs import CostTable
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.planner.candidates import Bounds, shortest_chunk
+from tessera_rt.planner.tables import FORBIDDEN, Table
 from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.tasks import Pass, Resource
-
-Table = npt.NDArray[np.int64]
-
-FORBIDDEN = np.iinfo(np.int64).max // 4
-"""Cost of a range that a stage must not hold."""
-
-
-def range_sums(values: Sequence[int]) -> Table:
-    """[n + 1, n + 1]: entry [p, q] is the sum of the values p to q - 1; FORBIDDEN where q < p."""
-    sums = np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))])
-    table = sums[None, :] - sums[:, None]
-    table[np.tri(len(sums), k=-1, dtype=bool)] = FORBIDDEN
-    return np.asarray(table, dtype=np.int64)
 
 
 def serial_times(model: ModelSpec, costs: CostTable) -> list[int]:

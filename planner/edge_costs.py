@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera_rt.planner.candidates import Bounds, Candidates
-from tessera_rt.planner.chain_dp import FORBIDDEN, Table
 from tessera_rt.planner.overlap_graph import Edge
 from tessera_rt.planner.pair_costs import PairCosts
+from tessera_rt.planner.tables import FORBIDDEN, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +33,32 @@ def edge_costs(
     edges: Sequence[Edge],
     pair_costs: PairCosts,
     *,
-    at_most: int | None = None,
+    at_most: int,
+    at_least: int = 0,
     out_of_time: Callable[[], bool] = lambda: False,
-) -> tuple[EdgeCosts, ...] | None:
-    """Cost tables of all edges; pairs above ``at_most`` are FORBIDDEN. None once ``out_of_time`` says so."""
+) -> tuple[Candidates, tuple[EdgeCosts, ...]] | None:
+    """Cost tables of all edges, and the candidates that are left. None once ``out_of_time`` says so.
+
+    ``at_most``: T of a known partition; pairs above it are FORBIDDEN. ``at_least``: a lower bound of every partition's
+    T; pairs that cannot exceed it are entered with the most they may cost: that saves costing them and changes no
+    maximum.
+    """
     tables: list[EdgeCosts] = []
     for edge in edges:
-        forward, backward = cands.ranges[edge.forward], cands.ranges[edge.backward]
-        bounds = pair_costs.lower_bounds(edge, forward, backward)
-        possible = _compatible(cands, edge)
-        if at_most is not None:
-            possible &= bounds <= at_most
-        cost = np.full(bounds.shape, FORBIDDEN, dtype=np.int64)
-        for i, j in np.argwhere(possible):
+        least, most = pair_costs.limits(edge, cands.ranges[edge.forward], cands.ranges[edge.backward])
+        possible = _compatible(cands, edge) & (least <= at_most)
+        # Negative: not costed yet.
+        tables.append(EdgeCosts(edge, np.where(possible, np.where(most <= at_least, most, -1), FORBIDDEN)))
+    cands, tables = prune(cands, tables)
+    for table in tables:
+        forward, backward = cands.ranges[table.edge.forward], cands.ranges[table.edge.backward]
+        for i, j in np.argwhere(table.cost < 0).tolist():
             if out_of_time():
                 return None
-            cost[i, j] = pair_costs.edge(edge, forward[i], backward[j])
-        if at_most is not None:
-            cost[cost > at_most] = FORBIDDEN
-        tables.append(EdgeCosts(edge, cost))
-    return tuple(tables)
+            cost = pair_costs.edge(table.edge, forward[i], backward[j])
+            table.cost[i, j] = cost if cost <= at_most else FORBIDDEN
+    cands, tables = prune(cands, tables)
+    return cands, tuple(tables)
 
 
 def stage_costs(cands: Candidates, cost: Table, *, at_most: int | None = None) -> tuple[EdgeCosts, ...]:
@@ -83,7 +89,7 @@ def _compatible(cands: Candidates, edge: Edge) -> np.ndarray[tuple[int, int], np
     return np.asarray(between == 0 if neighbours else between >= 0)
 
 
-def prune(cands: Candidates, tables: Sequence[EdgeCosts]) -> tuple[Candidates, tuple[EdgeCosts, ...]]:
+def prune(cands: Candidates, tables: Sequence[EdgeCosts]) -> tuple[Candidates, list[EdgeCosts]]:
     """Drops candidates without a partner on an edge of theirs, until every one left has a partner and a path."""
     while True:
         dropped: set[tuple[int, tuple[int, int]]] = set()
@@ -93,7 +99,7 @@ def prune(cands: Candidates, tables: Sequence[EdgeCosts]) -> tuple[Candidates, t
                 dropped |= {(stage, cands.ranges[stage][i]) for i in np.flatnonzero(~alive)}
         left = cands.without(dropped)
         if left == cands:
-            return cands, tuple(tables)
+            return cands, list(tables)
         tables = [_restricted(table, cands, left) for table in tables]
         cands = left
 

@@ -19,17 +19,19 @@ class LiveState:
 
     ``in_flight``: micro-batches between the start of their F and the end of their B. ``waiting_w``: micro-batches
     between the end of their I and their W. ``forward``, ``backward``: 1 while the stage's F, B (or I) runs.
+    ``computing``: 1 for the stage whose compute task runs; passes share one compute lane, so a pair makes two states.
     """
 
     in_flight: tuple[int, ...]
     waiting_w: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    computing: tuple[int, ...]
 
     @property
     def vector(self) -> tuple[int, ...]:
         """All entries in one row; memory grows with every one of them."""
-        return self.in_flight + self.waiting_w + self.forward + self.backward
+        return self.in_flight + self.waiting_w + self.forward + self.backward + self.computing
 
 
 def live_states(template: Template) -> tuple[tuple[LiveState, ...], ...]:
@@ -54,12 +56,14 @@ def _walk(actions: Iterable[Action], stages: list[int]) -> Iterable[LiveState]:
                 forward[i] = 1
             elif part.kind in (ActionKind.B, ActionKind.I):
                 backward[i] = 1
-        yield LiveState(
-            in_flight=tuple(in_flight),
-            waiting_w=tuple(waiting_w),
-            forward=tuple(forward),
-            backward=tuple(backward),
-        )
+        for stage in {part.stage for part in action.passes}:
+            yield LiveState(
+                in_flight=tuple(in_flight),
+                waiting_w=tuple(waiting_w),
+                forward=tuple(forward),
+                backward=tuple(backward),
+                computing=tuple(int(other == stage) for other in stages),
+            )
         for part in action.passes:
             i = place[part.stage]
             if part.kind in (ActionKind.B, ActionKind.I):

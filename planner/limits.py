@@ -1,7 +1,7 @@
 """The memory limit: is there any partition that keeps it, and if not, what would help.
 
-Cheap bounds come first, then the dynamic program and local search, and only where these do not decide (several stages a
-rank) the integer program over memory alone.
+The dynamic program and local search come first, then a bound on memory alone, and only where these do not decide
+(several stages a rank) the integer program over memory near the leanest partition.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from tessera_rt.errors import PartitionInfeasible, Problem
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.planner.baselines import memory_balanced, serial_balanced
 from tessera_rt.planner.candidates import Bounds, candidates, ranges
-from tessera_rt.planner.chain_dp import chain_partition
 from tessera_rt.planner.memory import MemoryModel
+from tessera_rt.planner.memory_bound import memory_bound
 from tessera_rt.planner.partition_milp import Solver, partition_milp
 from tessera_rt.planner.setting import Setting
 from tessera_rt.scheduler.templates import Template
 
+WINDOW = 2
+"""How far the integer program over memory may move the boundaries of the leanest partition."""
 MOVING = ("activations", "pending_w", "transient", "output")
 """Fields of ItemMemory that grow with the tokens of a micro-batch."""
 
@@ -43,23 +45,19 @@ def fit(setting: Setting, *, time_limit_s: float, solver: Solver) -> Fit:
     start = serial_balanced(setting.model, setting.costs, ranks, memory, limit)
     if start is not None:
         return Fit(start=start, leanest=start, bound=0)
-    leanest = memory_balanced(ranks, memory)
-    bound = memory_bound(memory)
-    if max(memory.peaks(leanest)) > limit >= bound and not setting.one_stage_a_rank:
-        cands = candidates(len(setting.model.items), setting.stages, window=None)
-        best = partition_milp(cands, [], memory=memory, time_limit_s=time_limit_s, solver=solver)
-        if best is not None:
-            bound = max(bound, best.bound)
-            leanest = min((leanest, best.bounds), key=lambda found: max(memory.peaks(found)))
+    least = memory_bound(memory)
+    leanest = min((least.bounds, memory_balanced(ranks, memory)), key=_peak_of(memory))
+    if max(memory.peaks(leanest)) > limit >= least.bound:  # undecided: several stages a rank
+        cands = candidates(len(setting.model.items), setting.stages, [leanest], window=WINDOW)
+        better = partition_milp(cands, [], memory=memory, time_limit_s=time_limit_s, solver=solver)
+        if better is not None:
+            leanest = min((leanest, better.bounds), key=_peak_of(memory))
     fits = max(memory.peaks(leanest)) <= limit
-    return Fit(start=leanest if fits else None, leanest=leanest, bound=bound)
+    return Fit(start=leanest if fits else None, leanest=leanest, bound=least.bound)
 
 
-def memory_bound(memory: MemoryModel) -> int:
-    """No partition has a smaller peak (bytes): the fullest stage by itself. Exact with one stage a rank."""
-    found = chain_partition(memory.stage_peaks(), len(memory.template.stage_ranks))
-    assert found is not None, "nothing is forbidden"
-    return found[1]
+def _peak_of(memory: MemoryModel) -> Callable[[Bounds], int]:
+    return lambda bounds: max(memory.peaks(bounds))
 
 
 def infeasible(
@@ -73,7 +71,7 @@ def infeasible(
     """
     setting, found = tried[-1]
     need = max(setting.memory.peaks(found.leanest))
-    proven = found.bound > setting.limit or setting.one_stage_a_rank
+    proven = found.bound > setting.limit
     problem = Problem(
         _where(setting, found.leanest),
         f"{_gib(need)}",

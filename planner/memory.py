@@ -5,7 +5,8 @@ While a rank works through its actions its memory is
     weights, gradients, optimizer state of all its stages
     + activations of every micro-batch in flight, stage by stage
     + what the W tasks of the running backward hold beyond the activations they replace, and of W passes still to come
-    + working sets of the running tasks, and one buffer per message that its stages send or receive.
+    + the working set of the running compute task, payloads of the running passes' collectives (sent and received), and
+      one buffer for each message that its stages send or receive.
 
 Every term belongs to one stage and its item range, so a rank's memory is linear in the choice of ranges; the peak is
 the maximum over the moments of the order (``in_flight.live_states``).
@@ -14,19 +15,18 @@ the maximum over the moments of the order (``in_flight.live_states``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera_rt.costs import CostTable
 from tessera_rt.model_spec import ItemKind, ModelSpec
 from tessera_rt.plan import RankMemory
 from tessera_rt.planner.candidates import Bounds, Range, ranges
 from tessera_rt.planner.in_flight import LiveState, live_states, stages_on
+from tessera_rt.planner.tables import Table, prefix_sums
+from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.scheduler.templates import Template
-
-Table = npt.NDArray[np.int64]
+from tessera_rt.tasks import Pass
 
 
 class MemoryModel:
@@ -44,18 +44,21 @@ class MemoryModel:
         self._place = {stage: i for stages in self._stages_on for i, stage in enumerate(stages)}
         memory = [costs.memory[item.label] for item in model.items]
         self.items = len(memory)
-        self._weights = _sums([m.weights for m in memory])
-        self._gradients = _sums([m.gradients for m in memory])
-        self._optimizer = _sums([m.optimizer for m in memory])
-        self._activations = _sums([m.activations for m in memory])
-        self._pending = _sums([m.pending_w for m in memory])
+        self._weights = prefix_sums(m.weights for m in memory)
+        self._gradients = prefix_sums(m.gradients for m in memory)
+        self._optimizer = prefix_sums(m.optimizer for m in memory)
+        self._activations = prefix_sums(m.activations for m in memory)
+        self._pending = prefix_sums(m.pending_w for m in memory)
         self._transient = _range_maxima([m.transient for m in memory])
+        self._payload_f, self._payload_b = (_range_maxima(_payloads(model, costs, pass_)) for pass_ in (Pass.F, Pass.B))
         self._growth = _growth([m.activations for m in memory], [m.pending_w for m in memory])
         # Position p stands for the boundary before item p: what crosses it is the output of item p - 1.
         self._crossing = np.array([0, *(m.output for m in memory[:-1]), 0], dtype=np.int64)
+        self._known_chunks: dict[tuple[int, int, int], Table] = {}
+        self._known_peaks: dict[tuple[int, tuple[Range, ...]], int] = {}
         table_kinds = {ItemKind.EMBED, ItemKind.MTP} | ({ItemKind.HEAD} if model.tied else set())
         uses = [item.kind in table_kinds for item in model.items]
-        self._uses = _sums(uses)
+        self._uses = prefix_sums(uses)
         self._table_weights = min(m.weights for m, use in zip(memory, uses, strict=True) if use)
         self._table_optimizer = min(m.optimizer for m, use in zip(memory, uses, strict=True) if use)
 
@@ -74,15 +77,21 @@ class MemoryModel:
         Without the embedding table, which a rank holds once however many of its stages use it.
         """
         static = self._static(stage, start, stop)
-        moving = [
-            state.in_flight[i] * _between(self._activations, start, stop)
-            + state.waiting_w[i] * _between(self._pending, start, stop)
-            + state.backward[i] * self._growth[start, stop]
-            + (state.forward[i] + state.backward[i]) * self._transient[start, stop]
-            for i in [self._place[stage]]
-            for state in self.states[self.template.stage_ranks[stage]]
-        ]
-        return np.stack([static + bytes_ for bytes_ in moving]) if moving else static[None]
+        activations = _between(self._activations, start, stop)
+        pending = _between(self._pending, start, stop)
+        i = self._place[stage]
+        return np.stack(
+            [
+                static
+                + state.in_flight[i] * activations
+                + state.waiting_w[i] * pending
+                + state.backward[i] * self._growth[start, stop]
+                + state.computing[i] * self._transient[start, stop]
+                + 2 * state.forward[i] * self._payload_f[start, stop]
+                + 2 * state.backward[i] * self._payload_b[start, stop]
+                for state in self.states[self.template.stage_ranks[stage]]
+            ]
+        )
 
     def stage_peaks(self) -> Table:
         """[stages, n + 1, n + 1]: peak bytes of a stage's rank if the stage held items p to q - 1 and were alone there.
@@ -100,7 +109,14 @@ class MemoryModel:
     def peaks(self, bounds: Bounds) -> tuple[int, ...]:
         """Peak bytes of every rank."""
         chunks = ranges(bounds)
-        return tuple(int(self._moments(rank, chunks).max()) for rank in range(self.ranks))
+        return tuple(self._peak(rank, tuple(chunks[s] for s in held)) for rank, held in enumerate(self._stages_on))
+
+    def _peak(self, rank: int, held: tuple[Range, ...]) -> int:
+        # Searches move few stages at a time, so most ranks were seen before.
+        key = (rank, held)
+        if key not in self._known_peaks:
+            self._known_peaks[key] = int(self._moments(rank, held).max())
+        return self._known_peaks[key]
 
     def of(self, bounds: Bounds, limit: int = 0) -> tuple[RankMemory, ...]:
         """The memory of every rank, taken apart at its fullest moment. ``limit`` (0: none) is only noted."""
@@ -111,13 +127,14 @@ class MemoryModel:
         held = [chunks[s] for s in self._stages_on[rank]]
         extra = max(0, sum(int(self._uses[q] - self._uses[p]) for p, q in held) - 1)
         activations = pending = working = 0
-        if self.states[rank]:
-            state = self.states[rank][int(self._moments(rank, chunks).argmax())]
-            for i, (p, q) in enumerate(held):
-                activations += state.in_flight[i] * int(self._activations[q] - self._activations[p])
-                pending += state.waiting_w[i] * int(self._pending[q] - self._pending[p])
-                pending += state.backward[i] * int(self._growth[p, q])
-                working += (state.forward[i] + state.backward[i]) * int(self._transient[p, q])
+        state = self.states[rank][int(self._moments(rank, tuple(held)).argmax())]
+        for i, (p, q) in enumerate(held):
+            activations += state.in_flight[i] * int(self._activations[q] - self._activations[p])
+            pending += state.waiting_w[i] * int(self._pending[q] - self._pending[p])
+            pending += state.backward[i] * int(self._growth[p, q])
+            working += state.computing[i] * int(self._transient[p, q])
+            working += 2 * state.forward[i] * int(self._payload_f[p, q])
+            working += 2 * state.backward[i] * int(self._payload_b[p, q])
         return RankMemory(
             weights=sum(int(self._weights[q] - self._weights[p]) for p, q in held) - extra * self._table_weights,
             gradients=sum(int(self._gradients[q] - self._gradients[p]) for p, q in held),
@@ -131,23 +148,19 @@ class MemoryModel:
 
     def moments(self, rank: int, bounds: Bounds) -> Table:
         """[states of the rank]: bytes on it at each of its moments."""
-        return self._moments(rank, ranges(bounds))
+        chunks = ranges(bounds)
+        return self._moments(rank, tuple(chunks[s] for s in self._stages_on[rank]))
 
-    def _moments(self, rank: int, chunks: Sequence[Range]) -> Table:
-        stages = self._stages_on[rank]
-        rows = [self._chunk_bytes(s, chunks[s]) for s in stages]
-        table = self.table_bytes if any(self.uses_table(chunks[s]) for s in stages) else 0
+    def _moments(self, rank: int, held: tuple[Range, ...]) -> Table:
+        rows = [self._chunk_bytes(stage, chunk) for stage, chunk in zip(self._stages_on[rank], held, strict=True)]
+        table = self.table_bytes if any(map(self.uses_table, held)) else 0
         return np.asarray(np.sum(rows, axis=0) + table, dtype=np.int64)
 
     def _chunk_bytes(self, stage: int, chunk: Range) -> Table:
         key = (stage, *chunk)
-        if key not in self._known:
-            self._known[key] = self.stage_bytes(stage, np.asarray(chunk[0]), np.asarray(chunk[1]))
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Table]:
-        return {}
+        if key not in self._known_chunks:
+            self._known_chunks[key] = self.stage_bytes(stage, np.asarray(chunk[0]), np.asarray(chunk[1]))
+        return self._known_chunks[key]
 
     def _static(self, stage: int, start: Table, stop: Table) -> Table:
         sums = (self._weights, self._gradients, self._optimizer)
@@ -169,8 +182,10 @@ class MemoryModel:
         return before, after
 
 
-def _sums(values: Sequence[int]) -> Table:
-    return np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))]).astype(np.int64)
+def _payloads(model: ModelSpec, costs: CostTable, pass_: Pass) -> list[int]:
+    """Per item: bytes of the largest collective of a pass."""
+    graphs = [chunk_graph(model, costs, i, i + 1, pass_) for i in range(len(model.items))]
+    return [max((task.bytes for task in graph.tasks), default=0) for graph in graphs]
 
 
 def _between(sums: Table, start: Table, stop: Table) -> Table:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 
 from tessera_rt.planner.candidates import Candidates, Range
-from tessera_rt.planner.chain_dp import FORBIDDEN, Table
 from tessera_rt.planner.edge_costs import EdgeCosts
 from tessera_rt.planner.memory import MemoryModel
+from tessera_rt.planner.tables import FORBIDDEN, Table
 
 Vector = npt.NDArray[np.float64]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem
@@ -19,11 +18,10 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, ActionKind, Interleaving
 from tessera_rt.planner.candidates import Range
 from tessera_rt.planner.overlap_graph import Edge
+from tessera_rt.planner.tables import Table, prefix_sums
 from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.scheduler.list_schedule import list_schedule
 from tessera_rt.tasks import Pass, Resource, TaskGraph
-
-Table = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class PairCosts:
         return self._order(((kind, chunk),)).makespan_ns
 
     def pair(self, forward: Range, backward: Range) -> int:
-        """Time of F over one chunk together with B and W over another: measured if the table has it, or scheduled.
+        """Time of F over one chunk with B and W over another: measured if the table has it, else scheduled.
 
         Raises CostError when a measured time lies outside what is possible: at least the longer chunk's, at most both
         chunks' tasks one after the other under full contention.
@@ -110,61 +108,61 @@ class PairCosts:
             return self.pair(forward, backward)
         return self.solo(ActionKind.F, forward) + self.solo(ActionKind.B, backward)
 
-    def lower_bounds(self, edge: Edge, forward: Sequence[Range], backward: Sequence[Range]) -> Table:
-        """[len(forward), len(backward)]: no pair of the edge can be faster. Costs no scheduling."""
-        f, b = self._forward_sums.over(forward), self._backward_sums.over(backward)
-        if not edge.overlapped:
-            return f.path[:, None] + b.path[None, :]
-        longest = np.maximum(f.path[:, None], b.path[None, :])
-        comp = f.comp[:, None] + b.comp[None, :]
-        comm = f.comm[:, None] + b.comm[None, :]
-        return np.asarray(np.maximum(longest, np.maximum(comp, comm)), dtype=np.int64)
+    def limits(self, edge: Edge, forward: Sequence[Range], backward: Sequence[Range]) -> tuple[Table, Table]:
+        """[len(forward), len(backward)] each: least and greatest possible cost of pairs, without scheduling them."""
+        f, b = self._forward_sums.over(forward).column(), self._backward_sums.over(backward)
+        return self._least(f, b, edge.overlapped), self._most(f, b)
 
-    def stage_bounds(self, edge: Edge) -> tuple[Table, Table]:
-        """[n + 1, n + 1] each, for ranges [p, q): what the edge costs at least by its forward, by its backward stage."""
+    def stage_limits(self, edge: Edge) -> tuple[Table, Table]:
+        """[n + 1, n + 1] each, for ranges [p, q): the edge's least cost by its forward, by its backward stage."""
         f, b = self._forward_sums.tables(), self._backward_sums.tables()
         if edge.forward != edge.backward:
             return f.path, b.path
-        if not edge.overlapped:
-            return f.path + b.path, f.path + b.path
-        both = np.maximum.reduce([f.path, b.path, f.comp + b.comp, f.comm + b.comm])
-        return both, both
+        least = self._least(f, b, edge.overlapped)
+        return least, least
 
-    def largest_bound(self, edges: Sequence[Edge], bounds: Sequence[int]) -> int:
+    def largest_limit(self, edges: Sequence[Edge], bounds: Sequence[int]) -> int:
         """A lower bound of the largest edge cost of a partition, without scheduling any pair."""
         chunks = list(pairwise(bounds))
-        forward = [chunks[edge.forward] for edge in edges]
-        backward = [chunks[edge.backward] for edge in edges]
-        f, b = self._forward_sums.over(forward), self._backward_sums.over(backward)
-        if not edges[0].overlapped:
-            return int((f.path + b.path).max())
-        return int(np.maximum.reduce([f.path, b.path, f.comp + b.comp, f.comm + b.comm]).max())
+        f = self._forward_sums.over([chunks[edge.forward] for edge in edges])
+        b = self._backward_sums.over([chunks[edge.backward] for edge in edges])
+        return int(self._least(f, b, edges[0].overlapped).max())
+
+    def _least(self, f: _Loads, b: _Loads, overlapped: bool) -> Table:
+        if not overlapped:
+            return np.asarray(f.path + b.path, dtype=np.int64)
+        longest = np.maximum(f.path, b.path)
+        if self.costs.pairs:  # measured times need not add up
+            return np.asarray(longest, dtype=np.int64)
+        return np.asarray(np.maximum.reduce([longest, f.comp + b.comp, f.comm + b.comm]), dtype=np.int64)
+
+    def _most(self, f: _Loads, b: _Loads) -> Table:
+        most = f.comp + f.comm + b.comp + b.comm
+        if self.costs.pairs:
+            most = np.ceil(most * (1 + self.costs.contention))
+        return np.asarray(most, dtype=np.int64)
 
     def _pair(self, forward: Range, backward: Range) -> int:
         f, b = self._forward_sums.over([forward]), self._backward_sums.over([backward])
-        loads = (int(f.comp[0] + b.comp[0]), int(f.comm[0] + b.comm[0]))
-        least = max(int(f.path[0]), int(b.path[0]))
-        most = sum(loads)
-        if self.costs.pairs:
-            merged = self.graph(ActionKind.F, forward).merged(self.graph(ActionKind.B, backward))
-            measured = self.costs.pairs.get(pair_key(merged))
-            if measured is not None:
-                most = round(most * (1 + self.costs.contention))
-                if not least <= measured <= most:
-                    problem = Problem(
-                        f"pairs[{pair_key(merged)}]",
-                        measured,
-                        f"between {least} and {most} ns",
-                        "measure this pair again",
-                    )
-                    raise CostError.of("cost table", [problem])
-                return measured
-        least = max(least, *loads)
+        least, most = int(self._least(f, b, True)[0]), int(self._most(f, b)[0])
+        measured = self._measured(forward, backward)
+        if measured is not None:
+            if not least <= measured <= most:
+                field = f"pairs[{self._key(forward, backward)}]"
+                problem = Problem(field, measured, f"between {least} and {most} ns", "measure this pair again")
+                raise CostError.of("cost table", [problem])
+            return measured
         if least == most:  # one lane only: nothing to order
             return most
         cost = self._order(((ActionKind.F, forward), (ActionKind.B, backward))).makespan_ns
         assert least <= cost <= most, f"{forward} with {backward}: {cost} ns is not within [{least}, {most}]"
         return cost
+
+    def _measured(self, forward: Range, backward: Range) -> int | None:
+        return self.costs.pairs.get(self._key(forward, backward)) if self.costs.pairs else None
+
+    def _key(self, forward: Range, backward: Range) -> str:
+        return pair_key(self.graph(ActionKind.F, forward).merged(self.graph(ActionKind.B, backward)))
 
     def _order(self, parts: tuple[tuple[ActionKind, Range], ...]) -> _Order:
         key = tuple((kind, self._class_of[chunk[0] : chunk[1]]) for kind, chunk in parts)
@@ -194,6 +192,9 @@ class _Loads:
     comm: Table
     path: Table
 
+    def column(self) -> _Loads:
+        return _Loads(self.comp[:, None], self.comm[:, None], self.path[:, None])
+
 
 @dataclass(frozen=True, slots=True)
 class _PrefixSums:
@@ -219,11 +220,6 @@ class _PrefixSums:
         start = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
         stop = np.array([chunk[1] for chunk in chunks], dtype=np.int64)
         return _Loads(*(sums[stop] - sums[start] for sums in (self.comp, self.comm, self.path)))
-
-
-def prefix_sums(values: Iterable[int]) -> Table:
-    """[n + 1] sums of the first 0, 1, ..., n values."""
-    return np.concatenate([[0], np.cumsum(np.fromiter(values, dtype=np.int64))]).astype(np.int64)
 
 
 def _longest_path(graph: TaskGraph) -> int:

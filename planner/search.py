@@ -20,11 +20,12 @@ import numpy as np
 
 from tessera_rt.planner.baselines import balanced, equal_layers, load_key, memory_balanced, parameter_balanced
 from tessera_rt.planner.candidates import Bounds, Candidates, candidates, shortest_chunk
-from tessera_rt.planner.chain_dp import FORBIDDEN, Key, chain_partition, improve
+from tessera_rt.planner.chain_dp import Key, chain_partition, improve
 from tessera_rt.planner.edge_costs import edge_costs, prune, stage_costs
 from tessera_rt.planner.partition_milp import MilpPartition, Solver, partition_milp
 from tessera_rt.planner.setting import Setting
 from tessera_rt.planner.step_estimate import StepEstimate
+from tessera_rt.planner.tables import FORBIDDEN
 
 TIE_EVALUATIONS = 2_000
 """Partitions looked at to break ties: about a second."""
@@ -115,7 +116,7 @@ def _tuned(setting: Setting, start: Bounds) -> Bounds:
     )
 
 
-# -- T_dom -----------------------------------------------------------------------------------------
+# -- T_dom -------------------------------------------------------------------------------------------
 
 
 def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
@@ -128,18 +129,16 @@ def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
     def left() -> float:
         return options.time_limit_s - (time.monotonic() - began)
 
-    result = _milp(setting, (start, chain.bounds), options, left)
-    best = min((start, chain.bounds), key=setting.t_dom)
+    near = [start, chain.bounds]
+    best = _ties_broken(setting, min(near, key=setting.t_dom)) if left() > 0 else chain.bounds
+    result = _milp(setting, [*near, best], chain.bound_ns, options, left)
     if result is None:
-        return Found(
-            bounds=best,
-            method=_fallback(options),
-            status=chain.status if best == chain.bounds else "heuristic",
-            bound_ns=chain.bound_ns,
-        )
-    bounds = _ties_broken(setting, min((best, result.bounds), key=setting.t_dom))
-    bound = max(chain.bound_ns, result.bound)
-    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=min(setting.t_dom(bounds), bound))
+        status = chain.status if setting.t_dom(best) == setting.t_dom(chain.bounds) else "heuristic"
+        return Found(bounds=best, method=_fallback(options), status=status, bound_ns=chain.bound_ns)
+    if result.value < setting.t_dom(best):
+        best = _ties_broken(setting, result.bounds)
+    bound = min(setting.t_dom(best), max(chain.bound_ns, result.bound))
+    return Found(bounds=best, method="milp", status=result.status, bound_ns=bound)
 
 
 def _fallback(options: Options) -> str:
@@ -147,22 +146,22 @@ def _fallback(options: Options) -> str:
 
 
 def _milp(
-    setting: Setting, centers: Sequence[Bounds], options: Options, left: Callable[[], float]
+    setting: Setting, centers: Sequence[Bounds], at_least: int, options: Options, left: Callable[[], float]
 ) -> MilpPartition | None:
     """The program over boundaries near the centers; None if the time is up first."""
-    cands = _near(setting, centers, options)
-    at_most = min(map(setting.t_dom, centers))
-    tables = edge_costs(cands, setting.edges, setting.pairs, at_most=at_most, out_of_time=lambda: left() <= 0)
-    if tables is None:
+    made = edge_costs(
+        _near(setting, centers, options),
+        setting.edges,
+        setting.pairs,
+        at_most=min(map(setting.t_dom, centers)),
+        at_least=at_least,
+        out_of_time=lambda: left() <= 0,
+    )
+    if made is None:
         return None
-    cands, tables = prune(cands, tables)
+    cands, tables = made
     return partition_milp(
-        cands,
-        tables,
-        memory=setting.memory,
-        limit=setting.limit,
-        time_limit_s=left(),
-        solver=options.solver,
+        cands, tables, memory=setting.memory, limit=setting.limit, time_limit_s=left(), solver=options.solver
     )
 
 
@@ -171,7 +170,7 @@ def _ties_broken(setting: Setting, bounds: Bounds) -> Bounds:
     t_dom = setting.t_dom(bounds)
 
     def key(moved: Bounds) -> Key:
-        excess, least = setting.excess(moved), setting.pairs.largest_bound(setting.edges, moved)
+        excess, least = setting.excess(moved), setting.pairs.largest_limit(setting.edges, moved)
         if excess or least > t_dom:  # worse already: no pair need be scheduled to know
             return (excess, least, 0, 0)
         return (excess, setting.t_dom(moved), max(setting.rank_loads(moved)), setting.squares(moved))
@@ -186,7 +185,7 @@ def _chain(setting: Setting, start: Bounds) -> Found:
         quick = balanced(setting.quick, ranks, setting.memory, setting.limit) or start
         bounds = min((start, quick), key=setting.t_dom)
         return Found(bounds=bounds, method="chain-dp", status="heuristic", bound_ns=t_dom_bound(setting))
-    least = setting.pairs.stage_bounds(setting.edges[0])[0]
+    least = setting.pairs.stage_limits(setting.edges[0])[0]
     table = np.full(least.shape, FORBIDDEN, dtype=np.int64)
     for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
         table[p, q] = setting.pairs.edge(setting.edges[0], (p, q), (p, q))
@@ -205,7 +204,7 @@ def t_dom_bound(setting: Setting) -> int:
     size = len(setting.model.items) + 1
     table = np.zeros((setting.stages, size, size), dtype=np.int64)
     for edge in setting.edges:
-        forward, backward = setting.pairs.stage_bounds(edge)
+        forward, backward = setting.pairs.stage_limits(edge)
         table[edge.forward] = np.maximum(table[edge.forward], forward)
         table[edge.backward] = np.maximum(table[edge.backward], backward)
     found = chain_partition(table, setting.stages)

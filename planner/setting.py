@@ -9,11 +9,12 @@ from tessera_rt.costs import CostTable
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Interleaving
 from tessera_rt.planner.candidates import Bounds, ranges
-from tessera_rt.planner.chain_dp import Table, quick_times, range_sums, serial_times
+from tessera_rt.planner.chain_dp import quick_times, serial_times
 from tessera_rt.planner.edge_costs import largest_cost
 from tessera_rt.planner.memory import MemoryModel
 from tessera_rt.planner.overlap_graph import Edge, cost_edges
 from tessera_rt.planner.pair_costs import PairCosts
+from tessera_rt.planner.tables import Table, range_sums
 from tessera_rt.scheduler.simulate import step_time
 from tessera_rt.scheduler.templates import Template
 

@@ -25,8 +25,8 @@ _THREADS = 100  # ids left to each lane
 
 def save_perfetto(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
     """Write ``perfetto_trace`` as JSON."""
-    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
-        json.dump(perfetto_trace(timelines), file, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(perfetto_trace(timelines), separators=(",", ":"), allow_nan=False)
+    Path(path).write_text(text, encoding="utf-8", newline="\n")
 
 
 def perfetto_trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.path import Path
 
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.scheduler.draw_spans import (
     COMM,
     COMP,
-    LANES,
     LINK,
     MEANING,
     Block,
+    Interval,
     as_list,
     blocks,
     by_lane,
     exposed,
-    milliseconds,
+    pass_of,
+    passes,
     summary,
 )
 from tessera_rt.tasks import Pass
@@ -34,24 +37,34 @@ from tessera_rt.timeline import Timeline
 
 Colour = tuple[float, float, float]
 
-_COLOURS: dict[Pass, Colour] = {Pass.F: to_rgb("#4c78a8"), Pass.B: to_rgb("#ee8a2d"), Pass.W: to_rgb("#54a24b")}
-_EXPOSED, _IDLE, _TEXT, _QUIET = "#e45756", "#f0f0ee", "#222222", "#777777"
-_PAGE_WIDTH = (13.0, 34.0)  # inches, least and most
-_SIDES = 1.25  # inches beside the axes
-_RANK_HEIGHT = (0.62, 0.30)  # inches: few ranks, many ranks
+_COLOURS: dict[Pass, Colour] = {Pass.F: to_rgb("#4c78a8"), Pass.B: to_rgb("#e07b1a"), Pass.W: to_rgb("#54a24b")}
+_EXPOSED: Colour = to_rgb("#ea8f90")
+_IDLE, _TEXT, _QUIET = "#f0f0ee", "#222222", "#777777"
+_PAGE_WIDTH = (13.0, 36.0)  # inches, least and most
+_LEFT, _RIGHT = 0.85, 0.35  # inches beside the axes
+_FEW_RANKS = 8
+_RANK_HEIGHT = (0.95, 0.6)  # inches: few ranks, many ranks
+_TEXT_SIZE = (3.6, 6.5)  # points, least and most, of micro-batch numbers
 _DPI = 150
-_LANE_HEIGHT = {COMP: 1.0, COMM: 0.5, LINK: 0.18}  # relative
-_LIGHTER = {COMP: 0.0, COMM: 0.35, LINK: 0.0}  # how far lane colours go to white
+_FORWARDS, _BACKWARDS = "forward passes", "backward passes"
+_HEIGHT = {
+    _FORWARDS: 0.42,
+    _BACKWARDS: 0.42,
+    COMP: 0.9,
+    COMM: 0.42,
+    LINK: 0.16,
+}  # rows of a rank from the top, relative
+_LIGHTER = {_FORWARDS: 0.0, _BACKWARDS: 0.0, COMP: 0.0, COMM: 0.3, LINK: 0.0}  # how far a row's colours go to white
 
 
-def save_picture(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
+def save_picture(timelines: Timeline | Sequence[Timeline], path: str | pathlib.Path) -> None:
     """Write a picture of the timelines; the suffix of ``path`` says whether PNG or SVG.
 
-    Every rank has a band with its lanes: compute, collectives, messages sent. Red in the compute lane is exposed
-    communication, grey is idle; stages of one rank differ in shade. Micro-batch numbers stand where they fit. Raises
-    ScheduleError for another suffix or no timeline.
+    Every rank has a band of rows: forward and backward passes from their first task to their last with the micro-batch
+    number, then its lanes: compute, collectives, messages sent. Red in the compute lane is exposed communication, grey
+    is idle; stages of one rank differ in shade. Raises ScheduleError for another suffix or no timeline.
     """
-    path, chosen = Path(path), as_list(timelines)
+    path, chosen = pathlib.Path(path), as_list(timelines)
     problems = []
     if path.suffix.lower() not in (".png", ".svg"):
         problems.append(Problem("path", str(path), "a name that ends in .png or .svg"))
@@ -70,41 +83,35 @@ def _figure(timelines: list[Timeline]) -> Figure:
     step_ms = max(1, *(timeline.step_ns for timeline in timelines)) / 1e6
     ranks = max(timeline.ranks for timeline in timelines)
     width = _page_width(timelines)
-    rank_height = _RANK_HEIGHT[0] if ranks <= 8 else _RANK_HEIGHT[1]
+    rank_height = _RANK_HEIGHT[0] if ranks <= _FEW_RANKS else _RANK_HEIGHT[1]
     heights = [timeline.ranks * rank_height + 0.05 for timeline in timelines]
-    title, axis, legend = 0.42, 0.45, 0.5
+    title, axis, legend = 0.42, 0.45, 0.6
     total = sum(heights) + title * len(timelines) + axis + legend
     figure = Figure(figsize=(width, total), facecolor="white")
     FigureCanvasAgg(figure)
     top = total
     for number, (timeline, height) in enumerate(zip(timelines, heights, strict=True)):
         top -= title + height
-        left, right = 0.85, 0.4
-        area = (left / width, top / total, (width - left - right) / width, height / total)
-        axes = figure.add_axes(area)
-        _Panel(timeline, axes, (width - left - right) / (step_ms * 1.01)).draw()
-        axes.set_xlim(0, step_ms * 1.01)
+        inner = width - _LEFT - _RIGHT
+        axes = figure.add_axes((_LEFT / width, top / total, inner / width, height / total))
+        axes.set_xlim(0, step_ms)
+        _Panel(timeline, axes, inner / step_ms).draw()
         if number < len(timelines) - 1:
             axes.tick_params(axis="x", labelbottom=False)
         else:
             axes.set_xlabel("time (ms)", color=_TEXT)
-    figure.legend(
-        handles=_legend(timelines), loc="lower center", ncols=8, frameon=False, bbox_to_anchor=(0.5, 0.02 / total)
-    )
+    legend_place = (0.5, 0.22 / total)
+    figure.legend(handles=_legend(timelines), loc="lower center", ncols=6, frameon=False, bbox_to_anchor=legend_place)
+    figure.text(0.5, 0.12 / total, _rows_text(timelines), ha="center", color=_QUIET)
     return figure
 
 
 def _page_width(timelines: list[Timeline]) -> float:
-    """Wide enough for a micro-batch number in most passes, within limits."""
+    """Wide enough for the micro-batch number in most passes, within limits."""
     step = max(1, *(timeline.step_ns for timeline in timelines))
-    lengths: Counter[tuple[int, Pass, int, int]] = Counter()
-    for number, timeline in enumerate(timelines):
-        for spans in by_lane(timeline).values():
-            for block in blocks(span for span in spans if span.lane == COMP):
-                lengths[number, block.pass_, block.stage, block.microbatch] += block.end_ns - block.start_ns
-    ordered = sorted(lengths.values())
-    typical = ordered[len(ordered) // 4] if ordered else step
-    needed = 0.16 * step / typical + _SIDES
+    lengths = sorted(block.end_ns - block.start_ns for timeline in timelines for block in passes(timeline.spans))
+    typical = max(1, lengths[len(lengths) // 4]) if lengths else step
+    needed = 0.15 * step / typical + _LEFT + _RIGHT
     return min(max(needed, _PAGE_WIDTH[0]), _PAGE_WIDTH[1])
 
 
@@ -119,28 +126,35 @@ class _Panel:
     def draw(self) -> None:
         timeline, axes = self.timeline, self.axes
         lanes = by_lane(timeline)
-        rows = {key: blocks(spans) for key, spans in lanes.items()}
-        shown = [lane for lane in LANES if any(rows[rank, lane] for rank in range(timeline.ranks))] or [COMP]
-        places = _lane_places(shown)
+        rows: dict[tuple[int, str], list[Block]] = {key: blocks(spans) for key, spans in lanes.items()}
+        for rank in range(timeline.ranks):
+            extents = passes([*lanes[rank, COMP], *lanes[rank, COMM]])
+            for row, pass_ in ((_FORWARDS, Pass.F), (_BACKWARDS, Pass.B)):
+                rows[rank, row] = [block for block in extents if block.pass_ is pass_]
+        shown = [row for row in _HEIGHT if any(rows[rank, row] for rank in range(timeline.ranks))] or [COMP]
+        places = _row_places(shown)
         shades = _stage_shades(timeline)
         step_ms = timeline.step_ns / 1e6
         for rank in range(timeline.ranks):
-            for lane in shown:
-                offset, height = places[lane]
+            for row in shown:
+                offset, height = places[row]
                 y = rank + offset
-                if lane == COMP:
+                if row == COMP:
                     axes.add_patch(Rectangle((0, y), step_ms, height, facecolor=_IDLE, linewidth=0))
-                    red = [(a / 1e6, (b - a) / 1e6) for a, b in exposed(lanes[rank, COMP], lanes[rank, COMM])]
-                    if red:
-                        axes.broken_barh(red, (y, height), facecolors=_EXPOSED, alpha=0.75, linewidth=0)
-                row = rows[rank, lane]
-                if row:
-                    self._bars(row, lane, y, height, shades)
-                    if lane == COMP:
-                        self._numbers(row, y + height / 2, 5.5 if timeline.ranks > 8 else 6.5)
+                    hidden = exposed(lanes[rank, COMP], lanes[rank, COMM])
+                    self._bars([(a, b) for a, b in hidden], [_EXPOSED] * len(hidden), y, height, edge=0)
+                found = rows[rank, row]
+                colours = [
+                    _lighter(_COLOURS[block.pass_], max(shades.get(block.stage, 0.0), _LIGHTER[row])) for block in found
+                ]
+                self._bars([(block.start_ns, block.end_ns) for block in found], colours, y, height, edge=0.4)
+                if row in (_FORWARDS, _BACKWARDS):
+                    self._numbers(found, colours, y + height / 2)
+            if rank:
+                axes.axhline(rank, color="#dddddd", linewidth=0.5)
         axes.axvline(step_ms, color=_QUIET, linewidth=0.8, linestyle=(0, (3, 2)))
         axes.set_ylim(timeline.ranks, 0)
-        axes.set_yticks([rank + 0.47 for rank in range(timeline.ranks)])
+        axes.set_yticks([rank + 0.5 for rank in range(timeline.ranks)])
         axes.set_yticklabels([f"rank {rank}" for rank in range(timeline.ranks)], color=_TEXT)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", color=_QUIET, labelcolor=_TEXT)
@@ -150,32 +164,50 @@ class _Panel:
         axes.set_title(f"{timeline.label} ({timeline.source})", loc="left", fontweight="bold", color=_TEXT, pad=5)
         axes.set_title(summary(timeline, timeline.mean_split()), loc="right", fontsize=8.5, color=_TEXT, pad=5)
 
-    def _bars(self, row: list[Block], lane: str, y: float, height: float, shades: dict[int, float]) -> None:
-        ranges = [(block.start_ns / 1e6, (block.end_ns - block.start_ns) / 1e6) for block in row]
-        colours = [_lighter(_COLOURS[b.pass_], max(shades.get(b.stage, 0.0), _LIGHTER[lane])) for b in row]
-        mean_inches = sum(length for _, length in ranges) / len(ranges) * self.inches_per_ms
-        edge = 0.4 if mean_inches > 0.05 else 0.15
-        self.axes.broken_barh(ranges, (y, height), facecolors=colours, edgecolors="white", linewidth=edge)
+    def _bars(
+        self, intervals: Sequence[Interval], colours: Sequence[Colour], y: float, height: float, edge: float
+    ) -> None:
+        """Rectangles over time intervals (ns), with thin white edges where they are wide enough for that.
 
-    def _numbers(self, row: list[Block], y: float, size: float) -> None:
-        for block in row:
+        All of one colour are one path: thousands of single ones would take long, and long files.
+        """
+        if not intervals:
+            return
+        mean_ms = sum(end - start for start, end in intervals) / len(intervals) / 1e6
+        width = edge if mean_ms * self.inches_per_ms > 0.05 else edge / 3
+        by_colour: dict[Colour, list[Interval]] = {}
+        for interval, colour in zip(intervals, colours, strict=True):
+            by_colour.setdefault(colour, []).append(interval)
+        for colour, chosen in by_colour.items():
+            times = np.array(chosen, dtype=float) / 1e6
+            corners = np.empty((len(chosen), 5, 2))
+            corners[:, :, 0] = times[:, [0, 0, 1, 1, 0]]
+            corners[:, :, 1] = [y, y + height, y + height, y, y]
+            codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(chosen)
+            path = Path(corners.reshape(-1, 2), codes)
+            bars = PathCollection([path], facecolors=[colour], edgecolors="white", linewidths=width)
+            self.axes.add_collection(bars, autolim=False)
+
+    def _numbers(self, found: list[Block], colours: Sequence[Colour], y: float) -> None:
+        """Micro-batch numbers, smaller where they would not fit, left out where they would be too small to read."""
+        for block, colour in zip(found, colours, strict=True):
             text = str(block.microbatch)
-            inches = (block.end_ns - block.start_ns) / 1e6 * self.inches_per_ms
-            if inches > (len(text) * 0.62 + 0.25) * size / 72:
+            room = (block.end_ns - block.start_ns) / 1e6 * self.inches_per_ms * 72 / (0.62 * len(text) + 0.1)
+            if room >= _TEXT_SIZE[0]:
                 x = (block.start_ns + block.end_ns) / 2e6
-                self.axes.text(
-                    x, y, text, ha="center", va="center_baseline", fontsize=size, color="white", clip_on=True
-                )
+                ink = "white" if sum(colour) < 1.85 else _TEXT
+                size = min(round(2 * room) / 2, _TEXT_SIZE[1] if self.timeline.ranks <= _FEW_RANKS else 5.0)
+                self.axes.text(x, y, text, ha="center", va="center_baseline", fontsize=size, color=ink)
 
 
-def _lane_places(shown: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """(offset from the rank's top, height) of each lane in a band of height 1."""
-    gap = 0.03
-    unit = (0.9 - gap * (len(shown) - 1)) / sum(_LANE_HEIGHT[lane] for lane in shown)
-    places, at = {}, 0.04
-    for lane in shown:
-        places[lane] = (at, unit * _LANE_HEIGHT[lane])
-        at += unit * _LANE_HEIGHT[lane] + gap
+def _row_places(shown: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """(offset from the rank's top, height) of each row in a band of height 1."""
+    gap = 0.02
+    unit = (0.9 - gap * (len(shown) - 1)) / sum(_HEIGHT[row] for row in shown)
+    places, at = {}, 0.05
+    for row in shown:
+        places[row] = (at, unit * _HEIGHT[row])
+        at += unit * _HEIGHT[row] + gap
     return places
 
 
@@ -198,19 +230,18 @@ def _lighter(colour: Colour, share: float) -> Colour:
 
 
 def _legend(timelines: list[Timeline]) -> list[Patch]:
-    found = {span.name[0] for timeline in timelines for span in timeline.spans if span.lane != LINK}
-    lanes = {span.lane for timeline in timelines for span in timeline.spans if span.end_ns > span.start_ns}
-    patches = [
-        Patch(facecolor=_COLOURS[pass_], label=f"{pass_}: {meaning}")
-        for pass_, meaning in MEANING.items()
-        if pass_ in found
-    ]
+    spans = [span for timeline in timelines for span in timeline.spans if span.end_ns > span.start_ns]
+    found = {pass_of(span) for span in spans}
+    lanes = {span.lane for span in spans}
+    patches = [Patch(facecolor=_COLOURS[p], label=f"{p}: {meaning}") for p, meaning in MEANING.items() if p in found]
     if COMM in lanes:
-        patches.append(Patch(facecolor=_lighter(_COLOURS[Pass.F], 0.35), label="thinner row: collectives"))
-        patches.append(Patch(facecolor=_EXPOSED, alpha=0.75, label="exposed communication"))
-    if LINK in lanes:
-        patches.append(Patch(facecolor=_COLOURS[Pass.F], label="thinnest row: messages sent"))
+        patches.append(Patch(facecolor=_EXPOSED, label="exposed communication (compute waits)"))
     patches.append(Patch(facecolor=_IDLE, label="idle"))
-    steps = " / ".join(milliseconds(timeline.step_ns) for timeline in timelines)
-    patches.append(Patch(facecolor="none", label=f"dashed: end of step ({steps})"))
     return patches
+
+
+def _rows_text(timelines: list[Timeline]) -> str:
+    lanes = {span.lane for timeline in timelines for span in timeline.spans if span.end_ns > span.start_ns}
+    rows = [f"{_FORWARDS} and {_BACKWARDS} with their micro-batch", "compute"]
+    rows += [name for lane, name in ((COMM, "collectives"), (LINK, "messages sent")) if lane in lanes]
+    return f"rows of a rank: {', '.join(rows)}; later stages of a rank are lighter"

@@ -65,6 +65,19 @@ def blocks(spans: Iterable[Span]) -> list[Block]:
     return joined
 
 
+def passes(spans: Iterable[Span]) -> list[Block]:
+    """Forward and backward passes from the start of their first task to the end of their last one, by start time."""
+    found: dict[tuple[Pass, int, int], tuple[int, int]] = {}
+    for span in spans:
+        pass_ = pass_of(span)
+        if span.lane != LINK and pass_ is not Pass.W:
+            key = (pass_, span.stage, span.microbatch)
+            start, end = found.get(key, (span.start_ns, span.end_ns))
+            found[key] = (min(start, span.start_ns), max(end, span.end_ns))
+    extents = [Block(*key, start, end) for key, (start, end) in found.items() if end > start]
+    return sorted(extents, key=lambda block: (block.start_ns, block.end_ns))
+
+
 def exposed(comp: Sequence[Span], comm: Sequence[Span]) -> list[Interval]:
     """When a collective runs and compute does not; both by start time."""
     intervals: list[Interval] = []

@@ -24,13 +24,14 @@ from tessera_rt.scheduler.draw_spans import (
     by_lane,
     exposed,
     milliseconds,
+    passes,
     summary,
 )
 from tessera_rt.tasks import Pass
 from tessera_rt.timeline import Timeline
 
 _FILL = {Pass.F: "-", Pass.B: "=", Pass.W: "~"}  # what tells passes apart where there are no colours
-_COLOURS = {Pass.F: ("#3b6ea5", "#5c8fc7"), Pass.B: ("#c96f12", "#e8913a"), Pass.W: ("#3f8a3c", "#62a95f")}
+_COLOURS = {Pass.F: ("#2f5d8c", "#4a7db5"), Pass.B: ("#b35c06", "#cf7a1f"), Pass.W: ("#2f7a2d", "#4f9650")}
 _IDLE, _EXPOSED = ".", "x"
 _EXPOSED_STYLE = Style(color="#e45756")
 _PREFIX = len("rank 00 COMP |")
@@ -41,8 +42,10 @@ Cell = Block | str  # a block (its times play no part), or _IDLE, _EXPOSED
 def terminal_grid(timelines: Timeline | Sequence[Timeline], width: int = 120) -> RenderableType:
     """A grid of at most ``width`` columns for each timeline, all on one time scale, with a legend.
 
-    A column shows what its time mostly went to. Blocks start with torch's notation where it fits (``1F3``: stage 1,
-    forward, micro-batch 3). Without colours passes are told apart by their letter and fill.
+    Rows F and B show whole passes, from their first task to their last, where they are wide enough; then comes a row
+    per lane. A column shows one of the things its time went to, each as often as its share demands. Blocks start with
+    torch's notation where it fits (``1F3``: stage 1, forward, micro-batch 3). Without colours passes are told apart by
+    letter and fill.
     """
     return _Grid(as_list(timelines), width)
 
@@ -93,20 +96,29 @@ class _Grid:
 
 def _rows(timeline: Timeline, columns: int, column_ns: int, plain: bool) -> Iterator[Text]:
     lanes = by_lane(timeline)
+    lengths = sorted(block.end_ns - block.start_ns for block in passes(timeline.spans))
+    wide = bool(lengths) and lengths[len(lengths) // 2] >= 2 * column_ns
     shown = [lane for lane in LANES if any(blocks(lanes[rank, lane]) for rank in range(timeline.ranks))]
     for rank in range(timeline.ranks):
-        for lane in shown:
-            hidden = exposed(lanes[rank, COMP], lanes[rank, COMM]) if lane == COMP else []
-            cells = _cells(blocks(lanes[rank, lane]), hidden, columns, column_ns, timeline.step_ns)
-            name = f"rank {rank:<2}" if lane == shown[0] else " " * 7
-            row = Text(f"{name} {lane} |", no_wrap=True, overflow="crop")
-            _append_cells(row, cells, lane, plain)
+        comp, comm = lanes[rank, COMP], lanes[rank, COMM]
+        rows: list[tuple[str, list[Block], list[Interval]]] = []
+        if wide:
+            whole = passes([*comp, *comm])
+            rows += [(pass_, [block for block in whole if block.pass_ is pass_], []) for pass_ in (Pass.F, Pass.B)]
+        rows += [(lane, blocks(lanes[rank, lane]), exposed(comp, comm) if lane == COMP else []) for lane in shown]
+        for number, (name, found, hidden) in enumerate(rows):
+            row = Text(f"{'' if number else f'rank {rank}':7} {name:4} |", no_wrap=True, overflow="crop")
+            _append_cells(row, _cells(found, hidden, columns, column_ns, timeline.step_ns), name, plain)
             row.append("|")
             yield row
 
 
 def _cells(row: list[Block], hidden: list[Interval], columns: int, column_ns: int, step_ns: int) -> list[Cell]:
-    """What each column's time mostly went to."""
+    """What to show in each column: F, B, W, exposed and idle in turn, as often as their shares of the time demand.
+
+    Each column adds the time of every kind in it to that kind's credit; among the kinds present the one with the most
+    credit is shown and pays with the column's length. So short things between long ones are not lost.
+    """
     shares: list[Counter[Cell]] = [Counter() for _ in range(columns)]
 
     def add(what: Cell, start: int, end: int) -> None:
@@ -119,18 +131,24 @@ def _cells(row: list[Block], hidden: list[Interval], columns: int, column_ns: in
     for start, end in hidden:
         add(_EXPOSED, start, end)
     cells: list[Cell] = []
+    credit: Counter[str] = Counter()
     for column, share in enumerate(shares):
         length = min(step_ns, (column + 1) * column_ns) - column * column_ns
-        busy = sum(ns for what, ns in share.items() if isinstance(what, Block))
-        waiting = share[_EXPOSED]
-        idle = length - busy - waiting
         if length <= 0:
             cells.append(" ")
-        elif busy >= max(waiting, idle):
-            cells.append(max((b for b in share if isinstance(b, Block)), key=lambda b: share[b], default=_IDLE))
-        else:
-            cells.append(_EXPOSED if waiting >= idle else _IDLE)
+            continue
+        share[_IDLE] = max(0, length - share.total())
+        present = [what for what, ns in share.items() if ns > 0]
+        for what in present:
+            credit[_kind(what)] += share[what]
+        chosen = max(present, key=lambda what: (credit[_kind(what)], share[what]))
+        credit[_kind(chosen)] -= length
+        cells.append(chosen)
     return cells
+
+
+def _kind(what: Cell) -> str:
+    return what.pass_.value if isinstance(what, Block) else what
 
 
 def _append_cells(row: Text, cells: list[Cell], lane: str, plain: bool) -> None:
@@ -163,15 +181,15 @@ def _run_text(block: Block, length: int, plain: bool) -> str:
 
 
 def _legend(column_ns: int, plain: bool) -> Iterator[Text]:
-    passes = Text("", no_wrap=False)
+    kinds = Text("", no_wrap=False)
     for pass_, meaning in MEANING.items():
         style = Style() if plain else Style(color="white", bgcolor=_COLOURS[pass_][0])
-        passes.append(f"{pass_}{_FILL[pass_]}" if plain else f" {pass_} ", style)
-        passes.append(f" {meaning}   ")
-    passes.append(_EXPOSED, _EXPOSED_STYLE)
-    passes.append(" exposed communication (compute waits)   ")
-    passes.append(f"{_IDLE} idle")
-    yield passes
+        kinds.append(f"{pass_}{_FILL[pass_]}" if plain else f" {pass_} ", style)
+        kinds.append(f" {meaning}   ")
+    kinds.append(_EXPOSED, _EXPOSED_STYLE)
+    kinds.append(" exposed communication (compute waits)   ")
+    kinds.append(f"{_IDLE} idle")
+    yield kinds
     yield Text(
         f"1F3: stage 1, F, micro-batch 3   {COMP} compute, {COMM} collectives, {LINK} messages sent   "
         f"one column: {milliseconds(column_ns)}",

@@ -117,9 +117,8 @@ def run_program(program: Program, contention: float) -> tuple[int, list[Transfer
         end_of[rank][COMP] = max(now, round(now + work_left[rank] * (stretch if comm_runs else 1.0)))
         push(events, (end_of[rank][COMP], COMP, rank))
 
-    for number in program.place:
-        if signals[number] == 0:
-            arrive(number, 0)
+    for number in [number for number, left in signals.items() if not left]:  # forwards of the first stage
+        arrive(number, 0)
     for rank in range(ranks):
         start(rank, COMP, 0)
         if start(rank, COMM, 0) and contention:

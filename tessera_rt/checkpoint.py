@@ -163,7 +163,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    load(dict(tensors), checkpoint_id=path, no_dist=True)
+    with _as_ours(f"checkpoint {path} could not be read", SpecError):
+        load(dict(tensors), checkpoint_id=path, no_dist=True)
     return tensors
 
 
@@ -210,11 +211,13 @@ def _as_ours(failure: str, kind: type[TesseraError] = TesseraError) -> Iterator[
     """Errors of torch's checkpoint code (which tells all ranks of them) in our words."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:
         faults = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
         told = [f"rank {rank}: {type(fault).__name__}: {fault}" for rank, fault in sorted(faults.items())]
         raise kind("\n  ".join([failure, *told])) from error
     except RuntimeError as error:
+        if not dist.is_initialized():
+            raise kind(f"{failure}: {error}") from error
         raise TransportError(f"rank {dist.get_rank()}: {failure}: {error}") from error

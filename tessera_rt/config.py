@@ -331,9 +331,6 @@ def _contradictions(file: _File, model: ModelSpec | None) -> list[Problem]:
         problems.append(Problem("plan.file", plan.file, f"given without {', '.join(sorted(others))}"))
     if file.optimizer.kind == "adamw" and file.optimizer.momentum:
         problems.append(Problem("optimizer.momentum", file.optimizer.momentum, "0 with adamw", "set beta1 instead"))
-    if file.optimizer.warmup_steps > file.run.steps:
-        allowed = f"at most run.steps, {file.run.steps}"
-        problems.append(Problem("optimizer.warmup_steps", file.optimizer.warmup_steps, allowed))
     return problems
 
 

@@ -35,7 +35,7 @@ _HEADER = "# Costs for Tessera. Times in ns, memory and payloads in bytes on one
 _END = "..."  # YAML's end of a document
 _NO_WORKLOAD = "the file states no workload: tokens and context are given as 1"
 _LABEL = re.compile(r"EMBED|HEAD|[LM](0|[1-9][0-9]*)")
-_OWN_KINDS = {"EMBED": {TaskKind.EMBED}, "HEAD": {TaskKind.HEAD}}
+_OWN_KINDS: Mapping[str, set[TaskKind]] = {"EMBED": {TaskKind.EMBED}, "HEAD": {TaskKind.HEAD}}
 _LAYER_KINDS = set(TaskKind) - {TaskKind.EMBED, TaskKind.HEAD}
 
 _Count = Annotated[int, Field(ge=0)]

@@ -129,6 +129,14 @@ class CostTable:
         for name in ("tasks", "memory", "pairs"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
+    def __getstate__(self) -> dict[str, object]:
+        views = {name: dict(getattr(self, name)) for name in ("tasks", "memory", "pairs")}
+        return self.__dict__ | views  # a view cannot be pickled
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     def apply(self, graph: TaskGraph) -> TaskGraph:
         """The graph with this table's durations and payloads. Raises CostError naming every task it lacks."""
         missing = [name for name in graph.names if name not in self.tasks]

@@ -250,7 +250,7 @@ def _stacked(rows: Iterable[tuple[Ids, Ids]]) -> tuple[Tensor, Tensor]:
 
 def _cut(tokens: Tokens, share: float) -> int:
     """Where the held-out end begins: at the start of a file where that holds out at most twice the share."""
-    if share == 0:
+    if share == 0 or not len(tokens):
         return len(tokens)
     held_out = max(1, round(len(tokens) * share))
     cut = len(tokens) - held_out

@@ -223,6 +223,13 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "interleavings", MappingProxyType(dict(self.interleavings)))
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "interleavings": dict(self.interleavings)}  # a view cannot be pickled
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     @cached_property
     def stages_of(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages of each pipeline rank, by index."""

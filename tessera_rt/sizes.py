@@ -16,7 +16,7 @@ A recomputed task keeps its inputs only. Collectives are never redone, so rows r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tessera_rt.costs import ItemMemory, Recompute, Workload
@@ -26,13 +26,13 @@ from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedFor
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks
 from tessera_rt.work import DTYPE_BYTES, expert_rows, head_uses, state_bytes, task_work
 
-_RECOMPUTED = {
-    Recompute.NONE: frozenset[TaskKind](),
+_RECOMPUTED: Mapping[Recompute, frozenset[TaskKind]] = {
+    Recompute.NONE: frozenset(),
     Recompute.SELECTIVE: frozenset({TaskKind.MLP, TaskKind.SHARED}),
     Recompute.FULL: frozenset({TaskKind.ATTN, TaskKind.MLP, TaskKind.SHARED, TaskKind.MTP}),
 }
 _ID_BYTES = 8  # token and expert ids are int64
-_OPTIMIZER_STATES = {"adamw": 3, "sgd": 1}  # master weight; adamw: two moments
+_OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 3, "sgd": 1}  # master weight; adamw: two moments
 
 
 def recomputed_kinds(policy: Recompute) -> frozenset[TaskKind]:

@@ -85,7 +85,9 @@ def make_plan(config: TrainConfig, costs: Costs) -> Plan:
 def train(config: TrainConfig, plan: Plan, folder: Path | None = None) -> TrainSummary:
     """Train on this rank; the default process group must exist. Collective, also in everything it raises for users.
 
-    ``folder``: of the run, where it is settled already; else ``config.run_folder`` of the first rank. Raises SpecError for data, model or checkpoint that do not fit, PlanError for a plan that is not for this
+    ``folder``: of the run, where it is settled already; else ``config.run_folder`` of the first rank.
+
+    Raises SpecError for data, model or checkpoint that do not fit, PlanError for a plan that is not for this
     configuration or number of processes, TransportError when a rank fails or does not answer in time.
     """
     check_plan_fits(config, plan)
@@ -338,10 +340,10 @@ def _every(interval: int, step: int) -> bool:
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether a line of metrics was written before a run that goes on after ``step`` writes its first; cut-off ones no."""
+    """Whether a line of metrics comes before those that a run writes when it goes on after ``step`` (cut off: no)."""
     try:
         row = json.loads(line)
-        return int(row["step"]) < step + (row["kind"] == "train")
+        return int(row["step"]) < step + int(row["kind"] == "train")
     except (ValueError, KeyError, TypeError):
         return False
 

@@ -7,6 +7,7 @@ activations, rotary embedding, residuals, gathers) count bytes only; in backward
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,7 +20,7 @@ GDN_CHUNK = 64  # tokens per chunk of the chunked gated delta rule (flash-linear
 MAMBA2_CHUNK = 128  # tokens per chunk of the state-space-duality algorithm (NemotronH's configuration)
 SCAN_FLOPS = 9  # of Mamba-1's selective scan per channel and state: discretise 3, update 3, read out 3
 _COUNT_BYTES = 8  # int64
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class WorkKind(StrEnum):

@@ -66,7 +66,8 @@ class Runtime(Protocol):
 class Device(Protocol):
     """``source`` names the origin of timelines (measured | emulated)."""
 
-    source: str
+    @property
+    def source(self) -> str: ...
 
     def set_up(self, setup: DeviceSetup) -> Runtime: ...
 

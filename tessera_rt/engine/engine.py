@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from tessera_rt.engine.stage import StageRunner
 from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import PlanError, Problem
 from tessera_rt.model_spec import ItemKind, ModelSpec
-from tessera_rt.moe.dispatch import make_transport
 from tessera_rt.moe.steps import Placement, TaskModel, Transport
+from tessera_rt.moe.transport import make_transport
 from tessera_rt.plan import Action, ActionKind, Message, Plan, messages_from, output_of
 from tessera_rt.plan_check import check_plan
 from tessera_rt.timeline import Timeline
@@ -187,6 +187,18 @@ class Engine:
         self.gradients.load_parameters(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_done = int(state["steps"])
+
+    def close(self) -> None:
+        """Give the process groups back (collective). The default group stays."""
+        self.gradients.close()
+        self.groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.gradients.close()
+        self.groups.close(abort=error is not None)
 
     # -- observation ------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class GradientBuffers:
         for bucket, flat in zip(self.buckets, self._flat, strict=True):
             for entry in bucket.entries:
                 self._add_uses(entry.weight, entry.view(flat))
-        self.queue = WeightGradQueue(lambda parameter, w_task: self._buffer(parameter, w_task, "W"))
+        self.queue = WeightGradQueue(self._deferred_to)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
             for parameter in self._parameters()
@@ -181,11 +181,20 @@ class GradientBuffers:
             self._assigned[key] = buffers[len(others)]
         return self._assigned[key]
 
+    def _deferred_to(self, parameter: nn.Parameter, w_task: str) -> Tensor:
+        """Where W adds. What a user has put into ``.grad`` is added now: the hook must not take it for this backward's."""
+        buffer = self._buffer(parameter, w_task, "W")
+        if parameter.grad is not None:
+            self._buffers[id(parameter)][0].add_(parameter.grad)
+            parameter.grad = None
+        return buffer
+
     @torch.no_grad()
     def _take_gradient(self, parameter: Tensor) -> None:
-        """Hook: autograd has put a gradient into ``.grad``."""
+        """Hook: autograd is done with a parameter; ``.grad`` is None when its gradient was left to W."""
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return
         self._buffer(parameter, self.queue.current_task, "B").add_(parameter.grad)
         parameter.grad = None
 

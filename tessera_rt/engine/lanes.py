@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from tessera_rt.engine.events import EventKind, EventLog, TaskRef
-from tessera_rt.moe.steps import Pending
+from tessera_rt.moe.steps import Pending, ReadyPending
 
 T = TypeVar("T")
 
@@ -45,10 +45,10 @@ class CpuLanes:
     def issue(self, task: TaskRef, fn: Callable[[], Pending]) -> Pending:
         self.log.record(EventKind.ISSUE, task)
         pending = fn()
-        return Delivered(self.wait(task, pending)) if self.serial else pending
+        return _Waited(self.wait(task, pending)) if self.serial else pending
 
     def wait(self, task: TaskRef, pending: Pending) -> Any:
-        if isinstance(pending, Delivered):
+        if isinstance(pending, _Waited):
             return pending.output
         self.log.record(EventKind.WAIT, task)
         value = pending.wait()
@@ -56,11 +56,5 @@ class CpuLanes:
         return value
 
 
-class Delivered:
-    """A collective whose output is already there."""
-
-    def __init__(self, output: Any) -> None:
-        self.output = output
-
-    def wait(self) -> Any:
-        return self.output
+class _Waited(ReadyPending):
+    """A collective whose wait is in the log."""

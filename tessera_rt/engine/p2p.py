@@ -50,6 +50,9 @@ class _Incoming:
     posted: deque[tuple[Message, Tensor, dist.Work]] = field(default_factory=deque)
     arrived: dict[Message, Tensor] = field(default_factory=dict)
 
+    def unread(self) -> list[Message]:
+        return [*self.arrived, *(posted[0] for posted in self.posted), *self.unposted]
+
 
 class Mailbox:
     """Messages of one rank within a step: ``open_step``, any ``send`` and ``receive``, ``close_step``.
@@ -143,11 +146,11 @@ class Mailbox:
         Raises ScheduleError for a message that does not come in this step or was read before.
         """
         edge = self._incoming.get(message.source)
-        while edge is not None and message not in edge.arrived and edge.posted:
-            self._take(edge)
-        if edge is None or message not in edge.arrived:
+        if edge is None or message not in edge.unread():
             problem = Problem("message", _name(message), "a message of the step that was not read yet")
             raise ScheduleError.of(f"receive on {self._groups.name}", [problem])
+        while message not in edge.arrived:
+            self._take(edge)
         return edge.arrived.pop(message)
 
     def close_step(self) -> None:
@@ -160,7 +163,7 @@ class Mailbox:
         problems += [
             Problem("not read", _name(message), "read within the step")
             for edge in self._incoming.values()
-            for message in [*edge.arrived, *(posted[0] for posted in edge.posted), *edge.unposted]
+            for message in edge.unread()
         ]
         if problems:
             raise ScheduleError.of(f"end of step on {self._groups.name}", problems)

@@ -8,9 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera_rt.engine.lanes import Delivered
 from tessera_rt.model_spec import Item, ItemKind, ModelSpec
-from tessera_rt.moe.steps import Chunk, CommStep, ComputeStep, ParameterInfo, Pending, Placement, Program, Seed, Step
+from tessera_rt.moe.steps import (
+    Chunk,
+    CommStep,
+    ComputeStep,
+    ParameterInfo,
+    Pending,
+    Placement,
+    Program,
+    ReadyPending,
+    Seed,
+    Step,
+)
 from tessera_rt.tasks import Pass, Resource, Task, TaskKind, chunk_tasks, task_name
 
 
@@ -57,7 +67,7 @@ def _step(task: Task, chunk_input: str) -> Step:
 
 
 def _issue(_transport: object, rows: Tensor, *_layout: object) -> Pending:
-    return Delivered(rows)
+    return ReadyPending(rows)
 
 
 def _touch(*inputs: Tensor) -> tuple[Tensor]:

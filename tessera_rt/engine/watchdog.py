@@ -191,8 +191,8 @@ class FailureReporter:
         if getattr(error, "explained", False):
             return error
         waits_for = error.waits_for if isinstance(error, WaitError) else ()
-        full = type(error)(self.explain(str(error), waits_for))
-        full.__dict__.update(error.__dict__, headline=full.headline, explained=True)
+        full = TransportError(self.explain(str(error), waits_for))
+        full.__dict__["explained"] = True
         return full
 
     @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tessera_rt.errors import PlanError, Problem, SpecError
 from tessera_rt.model_spec import FeedForward
 from tessera_rt.moe.dispatch import (
-    LocalTransport,
     Routing,
     RoutingPending,
     expert_offsets,
@@ -28,6 +27,7 @@ from tessera_rt.moe.dispatch import (
 from tessera_rt.moe.experts import Experts, SharedExpert, activation_problems
 from tessera_rt.moe.router import TopKRouter, balance_gradient, router_problems
 from tessera_rt.moe.steps import CommStep, ComputeStep, Pending, Seed, Step, Transport
+from tessera_rt.moe.transport import LocalTransport
 from tessera_rt.tasks import TaskKind
 
 ResidualHook = Callable[[Tensor, int], Tensor]  # (branch output [..., H], random_key) -> the same shape

@@ -43,6 +43,16 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
+class ReadyPending:
+    """A collective whose output is there already: nothing had to be sent, or it was waited for."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    def wait(self) -> Any:
+        return self.output
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """How many rows go where in one dispatch: host-side splits. ``send[i]`` to, ``receive[i]`` from ep rank i.
@@ -193,7 +203,8 @@ class Chunk(nn.Module):
 class TaskModel(Protocol):
     """What ``Engine(model, plan)`` needs of a model."""
 
-    spec: ModelSpec
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def build_chunk(self, items: Sequence[Item], placement: Placement) -> Chunk:
         """The chunk holding ``items``; initial weights depend on seed and global names only."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera_rt.moe.dispatch import LocalTransport, ReadyPending
-from tessera_rt.moe.steps import Chunk, CommStep, Pending, Seed, Step, expert_name
+from tessera_rt.moe.steps import Chunk, CommStep, Pending, ReadyPending, Seed, Step, expert_name
+from tessera_rt.moe.transport import LocalTransport
 
 Part = tuple[Tensor, Tensor]  # tokens [b, s], labels [b, s]
 IGNORED_LABEL = -100

@@ -24,8 +24,19 @@ from tessera_rt.model_spec import (
     Router,
 )
 from tessera_rt.moe.block import MoEBlock, moe_steps
-from tessera_rt.moe.dispatch import LocalTransport, ReadyPending, Routing, make_transport, row_layout
-from tessera_rt.moe.steps import CommStep, ComputeStep, Pending, Program, RowLayout, Step, Transport, check_program
+from tessera_rt.moe.dispatch import Routing, row_layout
+from tessera_rt.moe.steps import (
+    CommStep,
+    ComputeStep,
+    Pending,
+    Program,
+    ReadyPending,
+    RowLayout,
+    Step,
+    Transport,
+    check_program,
+)
+from tessera_rt.moe.transport import LocalTransport, make_transport
 from tessera_rt.plan import Mesh
 from tessera_rt.split import GroupedLinear, PendingGrad, SplitLinear, accumulate
 from tessera_rt.tasks import Pass, chunk_tasks

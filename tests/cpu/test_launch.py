@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,8 +15,14 @@ from types import ModuleType
 import psutil
 import pytest
 
-from tessera_rt.errors import SpecError, TransportError
+from tessera_rt.config import TrainConfig, config_from_dict
+from tessera_rt.errors import PlanError, SpecError, TransportError
 from tessera_rt.launch import RankFailed, run_local, under_torchrun
+from tessera_rt.model_files import model_to_yaml
+from tessera_rt.plan import Plan
+from tessera_rt.testing.hybrids import random_costs, tiny_hybrid
+from tessera_rt.train import make_plan, train
+from tessera_rt.yaml_text import parse_yaml
 
 ENTRIES = Path(__file__).with_name("launch_entries.py")
 
@@ -96,7 +104,7 @@ def test_a_rank_that_is_not_done_with_the_others_is_ended(entries: ModuleType, t
 def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = subprocess.Popen(
-        [sys.executable, str(ENTRIES), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(ENTRIES), "launch", str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
         while len(pids(tmp_path)) < 2:
@@ -112,6 +120,72 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Sig
     assert launcher.returncode != 0
     if signal_number is signal.SIGINT:
         assert "KeyboardInterrupt" in errors
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def small_run(folder: Path, **mesh: int) -> tuple[TrainConfig, Plan]:
+    spec = tiny_hybrid("gSd", vocab=256)
+    text = folder / "text"
+    text.write_bytes(bytes(i % 256 for i in range(4000)))
+    config = config_from_dict(
+        {
+            "model": parse_yaml(model_to_yaml(spec), "model"),
+            "mesh": mesh,
+            "data": {"files": [str(text)], "sequence": 16, "microbatches": 4, "held_out": 0.1},
+            "run": {"steps": 5, "folder": str(folder / "run"), "timeout_s": 600},
+        }
+    )
+    return config, make_plan(config, lambda recompute: random_costs(spec, config.workload(recompute)))
+
+
+@pytest.mark.timeout(250)  # less than half of the time-out of the ranks' own waits
+def test_a_rank_killed_in_mid_step_ends_all_others(entries: ModuleType, tmp_path: Path) -> None:
+    config, plan = small_run(tmp_path, pp=2, ep=2)
+    victim, pp_i = 3, 1
+    action = str(next(action for action in plan.actions[pp_i] if len(action.passes) == 2))
+    assert plan.mesh.coordinate(victim)[0] == pp_i
+    with pytest.raises(TransportError) as caught:
+        run_local(
+            entries.train_and_die,
+            plan.mesh.world,
+            (tmp_path, config, plan, victim, 3, action),
+            timeout_s=config.run.timeout_s,
+            log_dir=tmp_path / "logs",
+        )
+    assert str(caught.value) == f"rank 3 was killed by signal 9 (SIGKILL) during {action}"
+    assert len(pids(tmp_path)) == 4 and not any(map(running, pids(tmp_path)))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2]  # it was in the third step
+    for rank in (1, 2):  # they quote it too
+        log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert f"first failure, on rank 3: was killed by signal 9 (SIGKILL) during {action}" in log, log
+
+
+def test_a_plan_for_another_number_of_ranks(entries: ModuleType, tmp_path: Path) -> None:
+    config, plan = small_run(tmp_path, pp=4)
+    with pytest.raises(PlanError, match="the number of processes, 2"):
+        run_local(train, 2, (config, plan), timeout_s=600, grace_s=5, log_dir=tmp_path / "logs")
+
+
+def test_training_under_torchrun(tmp_path: Path) -> None:
+    config, plan = small_run(tmp_path, pp=2)
+    (tmp_path / "job").write_bytes(pickle.dumps((config, plan)))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ENTRIES), "torchrun"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (pickle.loads((tmp_path / f"{rank}.summary").read_bytes()) for rank in range(2))
+    assert first == second and first.steps == 5 and first.folder == str(tmp_path / "run")
+    assert "step 5/5" in done.stdout
 
 
 def test_at_least_one_rank(entries: ModuleType, tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ def plan_of(spec: ModelSpec, mesh: Mesh, *, ranks: tuple[int, ...] | None = None
         ),
         actions=tuple(
             tuple(
-                Action.parse(f"{s}{letter}{m}") for s, letter in letters if ranks[s] == rank for m in range(microbatches)
+                Action.parse(f"{s}{letter}{m}")
+                for s, letter in letters
+                if ranks[s] == rank
+                for m in range(microbatches)
             )
             for rank in range(mesh.pp)
         ),
@@ -126,6 +129,7 @@ def test_a_plan_for_four_ranks_on_others_is_refused_at_once(pool: WorkerPool, wo
     plan = plan_of(spec, Mesh(pp=4))
 
     def begin(ctx: RankContext) -> Groups:
+        dist.barrier()  # a rank that ends while others still connect would look like a lost one
         started = time.monotonic()
         try:
             return make_groups(plan, spec, timeout_s=60)
@@ -142,7 +146,12 @@ def test_a_plan_for_four_ranks_on_others_is_refused_at_once(pool: WorkerPool, wo
 def test_a_plan_for_another_model_is_refused_by_every_rank(pool: WorkerPool) -> None:
     plan = plan_of(spec_of(4), Mesh(pp=2))
     other = spec_of(5)
-    for result in pool.run(lambda ctx: make_groups(plan, other, timeout_s=60), 2, expect_failure=True):
+
+    def begin(ctx: RankContext) -> Groups:
+        dist.barrier()
+        return make_groups(plan, other, timeout_s=60)
+
+    for result in pool.run(begin, 2, expect_failure=True):
         assert result.failure is not None
         assert result.failure.type_name == "PlanError"
         assert f"must be that of model small, {other.fingerprint}" in result.failure.message

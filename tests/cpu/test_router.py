@@ -119,8 +119,8 @@ def test_ids_are_distinct_and_in_range_whatever_the_logits(row: list[float], top
 
 
 def test_ties_go_to_the_lowest_ids_in_any_batch() -> None:
-    logits = torch.zeros(300, 8, dtype=torch.float64)
-    assert torch.equal(of_logits(logits, 3).ids, torch.tensor([[0, 1, 2]]).expand(300, 3))
+    logits = torch.zeros(50, 200, dtype=torch.float64)  # so many experts that an unstable sort would show
+    assert torch.equal(of_logits(logits, 3).ids, torch.tensor([[0, 1, 2]]).expand(50, 3))
 
 
 def test_a_finite_row_beside_a_nan_row_is_untouched() -> None:

@@ -85,7 +85,9 @@ def test_guard_reports_what_goes_wrong_inside() -> None:
     assert "first failure, on rank 0" in str(pickle.loads(pickle.dumps(caught.value)))
     with pytest.raises(TransportError, match="rank 2 lost its connection in step 3: Connection closed by peer"):
         with ranks[2].guard("step 3"):
-            raise RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically a crash.")
+            raise RuntimeError(
+                "[/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically a crash."
+            )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), ranks[3].guard("step 3"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import networkx as nx
 import pytest
@@ -61,9 +62,9 @@ def test_a_task_without_cost_is_named() -> None:
 
 
 @given(st.integers(0, 7), st.integers(0, 7), st.sampled_from(list(Pass)), st.randoms(use_true_random=False))
-def test_paths_and_bounds_agree_with_networkx(a: int, b: int, pass_: Pass, random: st.DataObject) -> None:
+def test_paths_and_bounds_agree_with_networkx(a: int, b: int, pass_: Pass, random: Random) -> None:
     labels = [item.label for item in MODEL.items]
-    times = {label: (random.randint(0, 9), random.randint(0, 9), random.randint(0, 9)) for label in labels}  # type: ignore[attr-defined]
+    times = {label: (random.randint(0, 9), random.randint(0, 9), random.randint(0, 9)) for label in labels}
     graph = chunk_graph(MODEL, item_costs(MODEL, times, comm_ns=4), min(a, b), max(a, b), pass_)
     digraph = to_networkx(graph)
     assert nx.is_directed_acyclic_graph(digraph)

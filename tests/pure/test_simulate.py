@@ -116,7 +116,7 @@ def test_closed_forms(pp: int, vpp: int, more: int, joint: bool, f: int, b: int,
     m = pp + more
     name = "1f1b" if vpp == 1 else "interleaved-1f1b"
     timeline = uniform_case(name, pp, vpp, m, f, b, joint=joint).timeline(overlap=overlap)
-    assert timeline.step_ns == interleaved_time(pp, vpp, m, f * vpp, b * vpp)
+    assert timeline.step_ns == pytest.approx(interleaved_time(pp, vpp, m, f * vpp, b * vpp), rel=1e-12)
     idle = 1 - vpp * m * (f + b) / timeline.step_ns
     assert idle == pytest.approx(interleaved_bubble(pp, vpp, m))
     assert timeline.split(0).bubble_ns == timeline.step_ns - vpp * m * (f + b)
@@ -474,6 +474,17 @@ def test_an_empty_stage_passes_on_with_the_size_of_the_stage_before() -> None:
     links = [(s.name, s.stage, s.start_ns, s.end_ns) for s in case.timeline().spans if s.lane == "LINK"]
     assert links == [("SEND_F", 0, 5, 12), ("SEND_F", 1, 12, 19), ("SEND_B", 2, 19, 26), ("SEND_B", 1, 26, 33)]
     assert case.timeline().step_ns == 38
+
+
+@pytest.mark.parametrize("bounds", [((0, 0), (0, 0), (0, 3)), ((0, 3), (3, 3), (3, 3)), ((0, 0), (0, 3), (3, 3))])
+def test_empty_stages_at_either_end_of_one_rank(bounds: Bounds) -> None:
+    template = build_template("gpipe", pp=1, vpp=3, microbatches=2, joint=False)
+    model = dense_model(1)
+    costs = item_costs(model, {"L0": (5, 6, 1)})
+    case = Case(
+        template.stage_ranks, template.actions, bounds, orders(template.actions, model, costs, bounds), model, costs
+    )
+    assert case.timeline().step_ns == case.timeline(overlap=False).step_ns == 2 * (5 + 6 + 1)
 
 
 def test_output_is_sent_before_the_w_tasks_end() -> None:

@@ -1,0 +1,116 @@
+"""Kernels of the rows GEMM: row r of expert e becomes x[r] W[e]^T, with bias and activation in the epilogue.
+
+Persistent: each program takes tiles program, program + grid, ... of the device-side tile table, so the grid is a free
+choice (the SM budget) and results do not depend on it. A tile may read rows of the next expert, or of nobody; these
+reach only output rows that are masked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tessera_rt.kernels.activations import activate
+from tessera_rt.kernels.tile_loop import place_of_tile, rows_of_tile, write_trace
+
+
+@triton.jit
+def weight_tile(
+    w, expert, column, k, width,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, N_FIRST: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK_K, COLUMNS] of one expert's weight by TMA, out of view [E, N, K] (N_FIRST) or [E, K, N].
+
+    HALVES: the view has the axis (gate, up) before that of the columns, and the tile has half its columns of each.
+    """
+    if HALVES:
+        if N_FIRST:
+            return w.load([expert, 0, column, k]).reshape(COLUMNS, BLOCK_K).T
+        else:
+            return w.load([expert, k, 0, column]).reshape(BLOCK_K, COLUMNS)
+    else:
+        if N_FIRST:
+            return w.load([expert, column, k]).reshape(COLUMNS, BLOCK_K).T
+        else:
+            return w.load([expert, k, column]).reshape(BLOCK_K, COLUMNS)
+
+
+@triton.jit
+def rows_gemm_aligned(
+    a, w, bias, out, pre, index, offsets, tiles, tile_count, trace,
+    N, K, a_stride, divisor, alpha, limit,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    GATHER: tl.constexpr, N_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, WRITE_OUT: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """x by TMA descriptor [R, K] or gathered through pointers, W by TMA, results by masked 16-byte stores.
+
+    N: columns of ``out``; a gated tile computes BLOCK_N of them from 2 BLOCK_N columns of the product.
+    """
+    if TRACE:
+        write_trace(trace)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    COLUMNS: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
+    row_tiles = tl.load(tile_count)
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = place_of_tile(tile, row_tiles, column_tiles, GROUP_M)
+        expert, first, end = rows_of_tile(tiles, offsets, row_tile, BLOCK_M)
+        column = column_tile * BLOCK_N
+        w_column = column * 2 if INTERLEAVED else column
+        rows = first + tl.arange(0, BLOCK_M)
+        if GATHER:
+            source = tl.load(index + rows, mask=rows < end, other=0) // divisor
+            a_rows = a + source.to(tl.int64)[:, None] * a_stride
+        acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if GATHER:
+                ks = k + tl.arange(0, BLOCK_K)
+                mask = (rows < end)[:, None]
+                if not EVEN_K:
+                    mask = mask & (ks < K)[None, :]
+                x = tl.load(a_rows + ks[None, :], mask=mask, other=0.0)
+            else:
+                x = a.load([first, k])
+            y = weight_tile(w, expert, w_column, k, N, COLUMNS, BLOCK_K, N_FIRST, GATED and not INTERLEAVED)
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        columns = column + tl.arange(0, BLOCK_N)
+        mask = (rows < end)[:, None] & (columns < N)[None, :]
+        rows64 = rows.to(tl.int64)[:, None]
+        if GATED:
+            if INTERLEAVED:
+                gate, up = acc.reshape(BLOCK_M, BLOCK_N, 2).split()
+            else:
+                gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+            gate_column = columns * 2 if INTERLEAVED else columns
+            up_column = columns * 2 + 1 if INTERLEAVED else columns + N
+            if HAS_BIAS:
+                b = bias + expert.to(tl.int64) * (2 * N)
+                gate += tl.load(b + gate_column, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(b + up_column, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+            gate, up = gate.to(DTYPE), up.to(DTYPE)
+            if SAVE_PRE:
+                if INTERLEAVED:
+                    wide = column * 2 + tl.arange(0, 2 * BLOCK_N)
+                    wide_mask = (rows < end)[:, None] & (wide < 2 * N)[None, :]
+                    both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
+                    tl.store(pre + rows64 * (2 * N) + wide[None, :], both, mask=wide_mask)
+                else:
+                    tl.store(pre + rows64 * (2 * N) + columns[None, :], gate, mask=mask)
+                    tl.store(pre + rows64 * (2 * N) + N + columns[None, :], up, mask=mask)
+            # The activation starts from the rounded values, so that a recomputed one has the same bits.
+            value = activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACTIVATION)
+        else:
+            value = acc
+            if HAS_BIAS:
+                b = bias + expert.to(tl.int64) * N
+                value += tl.load(b + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION != 0:
+                rounded = value.to(DTYPE)
+                if SAVE_PRE:
+                    tl.store(pre + rows64 * N + columns[None, :], rounded, mask=mask)
+                value = rounded.to(tl.float32)
+                value = activate(value, value, alpha, limit, ACTIVATION)
+        if WRITE_OUT:
+            tl.store(out + rows64 * N + columns[None, :], value.to(DTYPE), mask=mask)

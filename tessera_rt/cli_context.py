@@ -1,0 +1,220 @@
+"""From what a user names (a preset, a file, a plan, a run folder) to a model, costs and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tessera_rt.cli_output import RequestError, existing_file
+from tessera_rt.config import load_config
+from tessera_rt.cost_files import load_cost_table
+from tessera_rt.costs import CostTable, Recompute, Workload
+from tessera_rt.device import DeviceSpec, device_ids, load_device
+from tessera_rt.errors import PlanError, Problem, TesseraError
+from tessera_rt.model_files import load_model, preset_ids
+from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Mesh, Plan
+from tessera_rt.plan_check import check_plan
+from tessera_rt.plan_files import load_plan
+from tessera_rt.planner.build import build_plan
+from tessera_rt.roofline import roofline_costs
+from tessera_rt.yaml_text import parse_yaml
+
+PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
+    "plan.yaml",
+    "config.yaml",
+    "costs.yaml",
+    "metrics.jsonl",
+    "timelines",
+)
+"""Names in a run folder."""
+DEFAULT_DEVICE, DEFAULT_TOKENS = "h800", 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What `tessera plan` was asked for; None: not said. ``memory_limit``: GiB."""
+
+    spec: str
+    pp: int
+    vpp: int
+    dp: int
+    ep: int
+    microbatches: int
+    tokens: int | None
+    context: int | None
+    template: str | None
+    objective: str
+    partitioner: str
+    window: str
+    time_limit: float
+    memory_limit: float | None
+    recompute: str
+    device: str | None
+    costs: Path | None
+    pad: str
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with what it was made from. ``device``: of computed costs."""
+
+    model: ModelSpec
+    plan: Plan
+    costs: CostTable
+    device: DeviceSpec | None
+
+
+def make_plan(request: PlanRequest) -> Planned:
+    """The plan a request asks for. Raises RequestError for what cannot be asked, PartitionInfeasible, SpecError, ..."""
+    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep)
+    model = load_model(request.spec)
+    window = _window(request.window)
+    device: DeviceSpec | None = None
+    limit = None if request.memory_limit is None else round(request.memory_limit * 2**30)
+    if request.costs is not None:
+        table = _given_costs(request, model)
+
+        def costs_for(policy: Recompute) -> CostTable:
+            return table
+
+    else:
+        device = load_device(request.device or DEFAULT_DEVICE)
+        limit = device.hbm_bytes if limit is None else limit
+        costs_for = _computed_costs(request, model, device)
+    try:
+        plan = build_plan(
+            model,
+            mesh,
+            costs_for if request.costs is None else costs_for(Recompute.NONE),
+            microbatches=request.microbatches,
+            template=request.template,
+            memory_limit=limit,
+            recompute=request.recompute,
+            objective=request.objective,
+            partitioner=request.partitioner,
+            window=window,
+            time_limit_s=request.time_limit,
+            pad=request.pad,
+        )
+    except PlanError as error:  # of the request: a plan that was made is never faulty
+        raise RequestError(error.headline, error.problems) from None
+    return Planned(model=model, plan=plan, costs=costs_for(plan.workload.recompute), device=device)
+
+
+def _computed_costs(
+    request: PlanRequest, model: ModelSpec, device: DeviceSpec
+) -> Callable[[Recompute], CostTable]:
+    tokens = DEFAULT_TOKENS if request.tokens is None else request.tokens
+    workload = Workload(
+        tokens=tokens,
+        context=tokens if request.context is None else request.context,
+        dp=request.dp,
+        ep=request.ep,
+        dtype=request.dtype or "bf16",
+    )
+    return lambda policy: roofline_costs(model, replace(workload, recompute=policy), device)
+
+
+def _window(text: str) -> int | None:
+    if text == "any":
+        return None
+    if not text.isdecimal():
+        raise RequestError.of("plan request", [Problem("--window", text, "a number of items, or any")])
+    return int(text)
+
+
+def _given_costs(request: PlanRequest, model: ModelSpec) -> CostTable:
+    """The table of --costs. What else was said of the workload must be what it is for."""
+    assert request.costs is not None
+    table = load_cost_table(existing_file("--costs", request.costs), model=model)
+    said: dict[str, Any] = {"tokens": request.tokens, "context": request.context, "dtype": request.dtype}
+    problems = [
+        Problem(f"--{name}", value, f"{getattr(table.workload, name)}, as in the cost table", "leave it out")
+        for name, value in said.items()
+        if value not in (None, getattr(table.workload, name))
+    ]
+    if request.recompute not in ("auto", table.workload.recompute):
+        allowed = f"auto or {table.workload.recompute}, as in the cost table"
+        problems.append(Problem("--recompute", request.recompute, allowed))
+    if request.device is not None:
+        problems.append(Problem("--device", request.device, "left out when --costs is given"))
+    if problems:
+        raise RequestError.of("plan request", problems)
+    return table
+
+
+# -- plans that exist -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A plan from a file, with its model and costs where they could be found. ``missing``: what to say if not."""
+
+    plan: Plan
+    path: Path
+    model: ModelSpec | None
+    costs: CostTable | None
+    missing: str = ""
+
+
+def is_plan(text: str) -> bool:
+    """Whether what a user names is a plan file or a run folder, and not a model."""
+    if text in preset_ids():
+        return False
+    path = Path(text)
+    if path.is_dir():
+        return (path / PLAN_FILE).is_file()
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"), text)
+    except (OSError, UnicodeDecodeError, TesseraError):
+        return False
+    return isinstance(data, dict) and "actions" in data
+
+
+def open_plan(text: str, model: str | None = None, costs: Path | None = None, device: str | None = None) -> Opened:
+    """A plan file or the plan of a run folder, checked against its model where that is known.
+
+    The model is ``model``, that of the run the plan lies in, or the preset of its name. Costs are ``costs``, those of
+    the run, or computed again if the plan's were. Raises PlanError for a faulty plan.
+    """
+    path = Path(text)
+    if path.is_dir():
+        path = path / PLAN_FILE
+    existing_file("plan", path)
+    spec = _model_beside(path) if model is None else load_model(model)
+    plan = load_plan(path, model=spec)
+    if spec is None and plan.model in preset_ids():
+        spec = load_model(plan.model)
+        if spec.fingerprint != plan.fingerprint:  # another model of that name
+            spec = None
+    check_plan(plan, spec)
+    table, missing = _costs_of(plan, path, spec, costs, device)
+    return Opened(plan=plan, path=path, model=spec, costs=table, missing=missing)
+
+
+def _model_beside(path: Path) -> ModelSpec | None:
+    config = path.parent / CONFIG_FILE
+    return load_config(config).model if config.is_file() else None
+
+
+def _costs_of(
+    plan: Plan, path: Path, model: ModelSpec | None, costs: Path | None, device: str | None
+) -> tuple[CostTable | None, str]:
+    """The costs a plan was made with, or None and why not."""
+    if model is None:
+        return None, f"the model {plan.model} is not known here; name it with --model"
+    if costs is not None:
+        return load_cost_table(existing_file("--costs", costs), model=model), ""
+    beside = path.parent / COSTS_FILE
+    if beside.is_file():
+        return load_cost_table(beside, model=model), ""
+    name = device or plan.assumptions.device
+    if plan.assumptions.source == "roofline" and (device is not None or name in device_ids()):
+        return roofline_costs(model, plan.workload, load_device(name), comm_sms=plan.assumptions.comm_sms), ""
+    return None, f"its costs ({plan.assumptions.source}, {name}) are not at hand; name a cost file with --costs"

@@ -1,0 +1,170 @@
+"""`tessera plan` and `tessera check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tessera_rt import cli_context, cli_tables
+from tessera_rt.cli_output import console, emit, ms, output_path
+from tessera_rt.plan_files import save_plan
+from tessera_rt.planner.explain import explain
+from tessera_rt.scheduler.draw import split_table
+from tessera_rt.scheduler.simulate import simulate
+
+Pp = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
+Vpp = Annotated[int, typer.Option("--vpp", help="Virtual stages on each pipeline rank.")]
+Dp = Annotated[int, typer.Option("--dp", help="Data-parallel ranks.")]
+Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Micro-batches of a step.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option("--tokens", help="Tokens of a micro-batch on a rank.", show_default=f"{cli_context.DEFAULT_TOKENS}"),
+]
+Context = Annotated[
+    int | None, typer.Option("--context", help="Tokens that attention looks at.", show_default="--tokens")
+]
+TemplateName = Annotated[
+    str | None,
+    typer.Option("--template", help="1f1b, interleaved-1f1b or gpipe.", show_default="1f1b, interleaved with --vpp"),
+]
+Objective = Annotated[str, typer.Option("--objective", help="step, t_dom, serial or memory.")]
+Partitioner = Annotated[str, typer.Option("--partitioner", help="milp, or chain-dp (quick).")]
+Window = Annotated[
+    str, typer.Option("--window", help="Items by which boundaries may move from balanced partitions, or any.")
+]
+TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the partition.")]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option("--memory-limit", help="GiB on a rank.", show_default="the device's; none with --costs"),
+]
+RecomputePolicy = Annotated[
+    str, typer.Option("--recompute", help="none, selective, full, or auto: the least of these that fits.")
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="Device that costs are computed for: h800, h200, or a file.", show_default=cli_context.DEFAULT_DEVICE
+    ),
+]
+CostsFile = Annotated[
+    Path | None, typer.Option("--costs", help="Cost table to use instead, such as tessera profile writes.")
+]
+Pad = Annotated[
+    str, typer.Option("--pad", help="groups or shadow: how micro-batches that pp does not divide are ordered.")
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp16, fp32 or fp64.", show_default="bf16")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="The plan's model, where it is neither a preset nor that of a run.")
+]
+
+PLAN_EXAMPLES = """\
+Plan the training of a model: which rank holds which layers, and how passes are interleaved.
+
+SPEC is a preset (see tessera models), a YAML description, or the config.json of a Hugging Face model.
+
+Examples:
+
+  tessera plan qwen3-next-80b --pp 8 --vpp 2 --ep 32 --microbatches 64 --tokens 4096 --device h800
+
+  tessera plan my_model.yaml --pp 4 --costs costs.yaml -o plan.yaml
+
+  tessera plan deepseek-v3 --pp 16 --ep 32 --tokens 2048 --memory-limit 74 --json
+"""
+CHECK_EXAMPLES = """\
+Check a plan file, also against its model where that is known. Ends with 4 and every problem if it is faulty.
+
+Examples:
+
+  tessera check plan.yaml
+
+  tessera check plan.yaml --model my_model.yaml
+"""
+
+
+def plan(
+    spec: Annotated[str, typer.Argument(help="Preset, YAML description, or config.json.")],
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    dp: Dp = 1,
+    ep: Ep = 1,
+    microbatches: Microbatches = 8,
+    tokens: Tokens = None,
+    context: Context = None,
+    template: TemplateName = None,
+    objective: Objective = "step",
+    partitioner: Partitioner = "milp",
+    window: Window = "2",
+    time_limit: TimeLimit = 20.0,
+    memory_limit: MemoryLimit = None,
+    recompute: RecomputePolicy = "auto",
+    device: DeviceName = None,
+    costs: CostsFile = None,
+    pad: Pad = "groups",
+    dtype: Dtype = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    json: Json = False,
+) -> None:
+    target = output_path("--output", output, (".yaml", ".yml"))
+    request = cli_context.PlanRequest(
+        spec=spec,
+        pp=pp,
+        vpp=vpp,
+        dp=dp,
+        ep=ep,
+        microbatches=microbatches,
+        tokens=tokens,
+        context=context,
+        template=template,
+        objective=objective,
+        partitioner=partitioner,
+        window=window,
+        time_limit=time_limit,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        device=device,
+        costs=costs,
+        pad=pad,
+        dtype=dtype,
+    )
+    made = cli_context.make_plan(request)
+    timeline = simulate(made.plan, made.model, made.costs, label=made.plan.template)
+    if target is not None:
+        save_plan(made.plan, target)
+    if json:
+        data = cli_tables.plan_data(made.plan, made.model, made.costs)
+        emit(data | {"step": cli_tables.timeline_row(timeline), "file": str(target) if target else None})
+        return
+    out = console()
+    out.print(explain(made.plan, made.model, made.costs))
+    out.print(cli_tables.edge_table(made.plan))
+    out.print(split_table(timeline))
+    if made.device is not None:
+        out.print(f"figures of {made.device.title} that costs were computed with:")
+        for line in cli_tables.figure_lines(made.device):
+            out.print(f"  {line}")
+    if target is not None:
+        out.print(f"wrote {target}")
+
+
+def check(
+    plan: Annotated[str, typer.Argument(help="Plan file, or a run folder.")],
+    model: ModelName = None,
+    json: Json = False,
+) -> None:
+    opened = cli_context.open_plan(plan, model)
+    held = f"and fits {opened.model.name}" if opened.model else f"(model {opened.plan.model} not at hand: not compared)"
+    if json:
+        row = {"plan": str(opened.path), "ok": True, "model_compared": opened.model is not None}
+        emit({"rows": [row]})
+        return
+    made = opened.plan
+    step = f", simulated step {ms(made.solver.step_ns)} ms" if made.solver.step_ns else ""
+    console().print(
+        f"{opened.path} is sound {held}: {len(made.stages)} stages on {made.mesh.pp} pipeline ranks, "
+        f"{made.mesh.world} ranks in all, {made.microbatches} micro-batches{step}"
+    )
+
