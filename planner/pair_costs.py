@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class _Order:
     order: tuple[int, ...]
     starts_ns: tuple[int, ...]
     makespan_ns: int
-    outputs_ns: tuple[int, ...]  # per pass: end of its last task that is no W
+    stretched_ns: int  # the makespan under contention, about
+    outputs_ns: tuple[int, ...]  # per pass: end of its last task that is no W, under contention
     method: str
 
 
@@ -82,10 +83,13 @@ class PairCosts:
         )
 
     def timing(self, action: Action, chunk_of: Sequence[Range]) -> tuple[int, tuple[int, ...]]:
-        """Length of an action (ns), and for each of its passes when its output exists (W tasks left out)."""
+        """Length of an action (ns), and for each of its passes when its output exists (W tasks left out).
+
+        Contention stretches both by the compute that communication slows down.
+        """
         parts = tuple((part.kind, chunk_of[part.stage]) for part in action.passes)
         found = self._order(parts)
-        return found.makespan_ns, found.outputs_ns
+        return found.stretched_ns, found.outputs_ns
 
     def solo(self, kind: ActionKind, chunk: Range) -> int:
         """Time of one pass over a chunk by itself."""
@@ -172,15 +176,22 @@ class PairCosts:
                 graph = graph.merged(self.graph(*part))
             made = list_schedule(graph, "", method=self.method, comm_sms=self.costs.comm_sms)
             place = {name: i for i, name in enumerate(graph.names)}
-            ends = {
-                name: start + graph.by_name[name].ns for name, start in zip(made.order, made.starts_ns, strict=True)
-            }
-            outputs = tuple(
+            ends: dict[str, int] = {}
+            for name, start in zip(made.order, made.starts_ns, strict=True):
+                ends[name] = start + graph.by_name[name].ns
+            stretch = 1 + self.costs.contention * _both_busy(graph, made) / max(1, made.makespan_ns)
+            outputs = (
                 max((ends[task.name] for task in self.graph(*part).tasks if task.pass_ is not Pass.W), default=0)
                 for part in parts
             )
-            order = tuple(place[name] for name in made.order)
-            self._orders[key] = _Order(order, made.starts_ns, made.makespan_ns, outputs, made.method)
+            self._orders[key] = _Order(
+                order=tuple(place[name] for name in made.order),
+                starts_ns=made.starts_ns,
+                makespan_ns=made.makespan_ns,
+                stretched_ns=round(made.makespan_ns * stretch),
+                outputs_ns=tuple(round(output * stretch) for output in outputs),
+                method=made.method,
+            )
         return self._orders[key]
 
 
@@ -220,6 +231,24 @@ class _PrefixSums:
         start = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
         stop = np.array([chunk[1] for chunk in chunks], dtype=np.int64)
         return _Loads(*(sums[stop] - sums[start] for sums in (self.comp, self.comm, self.path)))
+
+
+def _both_busy(graph: TaskGraph, made: Interleaving) -> int:
+    """For how long (ns) both lanes are busy at once."""
+    lanes: dict[Resource, list[tuple[int, int]]] = {Resource.COMP: [], Resource.COMM: []}
+    for name, start in zip(made.order, made.starts_ns, strict=True):
+        task = graph.by_name[name]
+        lanes[task.resource].append((start, start + task.ns))
+    compute = lanes[Resource.COMP]  # by start, as each lane's tasks are in an interleaving
+    total = first = 0
+    for start, end in lanes[Resource.COMM]:
+        while first < len(compute) and compute[first][1] <= start:
+            first += 1
+        for begin, stop in islice(compute, first, None):
+            if begin >= end:
+                break
+            total += max(0, min(end, stop) - max(start, begin))
+    return total
 
 
 def _longest_path(graph: TaskGraph) -> int:

@@ -18,7 +18,7 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
 from tessera_rt.plan_files import load_plan
-from tessera_rt.planner.build import build_plan
+from tessera_rt.planner.build import Costs, build_plan
 from tessera_rt.roofline import roofline_costs
 from tessera_rt.yaml_text import parse_yaml
 
@@ -75,21 +75,18 @@ def make_plan(request: PlanRequest) -> Planned:
     window = _window(request.window)
     device: DeviceSpec | None = None
     limit = None if request.memory_limit is None else round(request.memory_limit * 2**30)
+    table: Costs
     if request.costs is not None:
         table = _given_costs(request, model)
-
-        def costs_for(policy: Recompute) -> CostTable:
-            return table
-
     else:
         device = load_device(request.device or DEFAULT_DEVICE)
         limit = device.hbm_bytes if limit is None else limit
-        costs_for = _computed_costs(request, model, device)
+        table = _computed_costs(request, model, device)
     try:
         plan = build_plan(
             model,
             mesh,
-            costs_for if request.costs is None else costs_for(Recompute.NONE),
+            table,
             microbatches=request.microbatches,
             template=request.template,
             memory_limit=limit,
@@ -102,12 +99,11 @@ def make_plan(request: PlanRequest) -> Planned:
         )
     except PlanError as error:  # of the request: a plan that was made is never faulty
         raise RequestError(error.headline, error.problems) from None
-    return Planned(model=model, plan=plan, costs=costs_for(plan.workload.recompute), device=device)
+    costs = table(plan.workload.recompute) if callable(table) else table
+    return Planned(model=model, plan=plan, costs=costs, device=device)
 
 
-def _computed_costs(
-    request: PlanRequest, model: ModelSpec, device: DeviceSpec
-) -> Callable[[Recompute], CostTable]:
+def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) -> Callable[[Recompute], CostTable]:
     tokens = DEFAULT_TOKENS if request.tokens is None else request.tokens
     workload = Workload(
         tokens=tokens,
@@ -200,7 +196,12 @@ def open_plan(text: str, model: str | None = None, costs: Path | None = None, de
 
 def _model_beside(path: Path) -> ModelSpec | None:
     config = path.parent / CONFIG_FILE
-    return load_config(config).model if config.is_file() else None
+    if not config.is_file():
+        return None
+    try:
+        return load_config(config).model
+    except TesseraError:
+        return None  # a file of that name that is no configuration of a run
 
 
 def _costs_of(

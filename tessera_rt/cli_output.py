@@ -51,7 +51,7 @@ def report(error: TesseraError) -> None:
 def console() -> Console:
     """For tables and texts on stdout."""
     width = None if sys.stdout.isatty() else _WIDTH
-    return Console(width=width, highlight=False)
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def emit(data: Mapping[str, Any]) -> None:

@@ -46,7 +46,9 @@ RecomputePolicy = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        "--device", help="Device that costs are computed for: h800, h200, or a file.", show_default=cli_context.DEFAULT_DEVICE
+        "--device",
+        help="Device that costs are computed for: h800, h200, or a file.",
+        show_default=cli_context.DEFAULT_DEVICE,
     ),
 ]
 CostsFile = Annotated[
@@ -167,4 +169,3 @@ def check(
         f"{opened.path} is sound {held}: {len(made.stages)} stages on {made.mesh.pp} pipeline ranks, "
         f"{made.mesh.world} ranks in all, {made.microbatches} micro-batches{step}"
     )
-

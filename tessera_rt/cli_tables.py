@@ -9,13 +9,13 @@ from typing import Any
 from rich.table import Table
 
 from tessera_rt.cli_output import ms
-from tessera_rt.costs import CostTable
+from tessera_rt.costs import CostTable, TaskCost
 from tessera_rt.device import DeviceSpec
 from tessera_rt.model_spec import AttentionKind, FeedForwardKind, Item, ItemKind, ModelSpec
 from tessera_rt.plan import ActionKind, Plan
 from tessera_rt.planner.explain import alternative_rows, assumption_lines, memory_rows, stage_rows
 from tessera_rt.task_names import item_labels, label_range
-from tessera_rt.tasks import Pass, Resource
+from tessera_rt.tasks import Pass, Resource, chunk_tasks
 from tessera_rt.timeline import StepSplit, Timeline
 
 Row = dict[str, Any]
@@ -184,6 +184,41 @@ def contents(items: Iterable[Item]) -> str:
     """``embed, 3 gdn+moe, softmax+moe``: kinds in order of their first occurrence, with their number."""
     counts = Counter(item_kind(item) for item in items)
     return ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in counts.items()) or "nothing"
+
+
+def cost_rows(model: ModelSpec, costs: CostTable) -> list[Row]:
+    """One row per kind of item and task: mean duration (ns) over the items of that kind, and the largest spread."""
+    groups: dict[tuple[str, str], list[TaskCost]] = {}
+    for item in model.items:
+        for pass_ in (Pass.F, Pass.B):
+            for task in chunk_tasks([item], pass_).tasks:
+                key = (item_kind(item), f"{task.pass_}_{task.kind}")
+                groups.setdefault(key, []).append(costs.tasks[task.name])
+    return [
+        {
+            "item": kind,
+            "task": name,
+            "items": len(found),
+            "duration_ns": round(sum(cost.ns for cost in found) / len(found)),
+            "spread": max(cost.spread for cost in found),
+            "samples": sum(cost.samples for cost in found),
+        }
+        for (kind, name), found in groups.items()
+    ]
+
+
+def cost_table(model: ModelSpec, costs: CostTable) -> Table:
+    """``cost_rows`` for people: a column per kind of item, a row per task, in ms."""
+    rows = cost_rows(model, costs)
+    kinds = list(dict.fromkeys(str(row["item"]) for row in rows))
+    cells = {(row["item"], row["task"]): ms(row["duration_ns"]) for row in rows}
+    table = Table(title=f"Costs ({costs.provenance.source}, {costs.provenance.device}), ms", title_justify="left")
+    table.add_column("task")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for task in dict.fromkeys(str(row["task"]) for row in rows):
+        table.add_row(task, *(cells.get((kind, task), "") for kind in kinds))
+    return table
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _HEADER = """\
 # (0F4;3B1)OVERLAP_F_B runs two passes together, their tasks in the order given under interleavings, key 0F;3B.
 """
 _END = "..."  # YAML's end of a document
-_WIDTH = 110
+_WIDTH = 100
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

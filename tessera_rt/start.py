@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tessera_rt.config import TrainConfig, in_folder, run_folder
+from tessera_rt.config import TrainConfig, run_folder
 from tessera_rt.cost_files import load_cost_table, save_cost_table
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.device import load_device
@@ -101,7 +101,7 @@ def run_training(config: TrainConfig, prepared: Prepared, folder: Path | None = 
     found = run_local(
         train,
         config.mesh.world,
-        (in_folder(config, folder), prepared.plan, folder),
+        (config, prepared.plan, folder),
         timeout_s=config.run.timeout_s,
         log_dir=folder / LOGS,
     )
@@ -131,7 +131,7 @@ def train_under_torchrun(config: TrainConfig) -> TrainSummary:
     folder = Path(names[0])
     if dist.get_rank() == 0:
         _save_costs(prepared, folder)
-    summary = train(in_folder(config, folder), prepared.plan, folder)
+    summary = train(config, prepared.plan, folder)
     dist.destroy_process_group()
     return summary
 

@@ -64,10 +64,16 @@ class Runtime(Protocol):
 
 
 class Device(Protocol):
-    """``source`` names the origin of timelines (measured | emulated)."""
+    """``source`` names the origin of timelines (measured | emulated).
+
+    ``emulates``: nothing is really computed, so plans with features that can only be simulated are welcome.
+    """
 
     @property
     def source(self) -> str: ...
+
+    @property
+    def emulates(self) -> bool: ...
 
     def set_up(self, setup: DeviceSetup) -> Runtime: ...
 
@@ -77,6 +83,7 @@ class CpuDevice:
     """gloo and plain torch; times are those of the machine's clock (comparable between processes of one host)."""
 
     source: str = "measured"
+    emulates: bool = False
 
     def set_up(self, setup: DeviceSetup) -> Runtime:
         return CpuRuntime(setup)

@@ -41,6 +41,7 @@ class EmulatedDevice:
     costs: CostTable
     contention: float | None = None
     source: str = "emulated"
+    emulates: bool = True
 
     def set_up(self, setup: DeviceSetup) -> Runtime:
         return EmulatedRuntime(setup, self.costs, self.costs.contention if self.contention is None else self.contention)

@@ -21,7 +21,7 @@ from tessera_rt.engine.optim import OptimizerConfig, ShardedOptimizer
 from tessera_rt.engine.stage import StageRunner
 from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import PlanError, Problem
-from tessera_rt.model_spec import ItemKind, ModelSpec
+from tessera_rt.model_spec import ModelSpec
 from tessera_rt.moe.steps import Placement, TaskModel, Transport
 from tessera_rt.moe.transport import make_transport
 from tessera_rt.plan import Action, ActionKind, Message, Plan, messages_from, output_of
@@ -69,7 +69,8 @@ class Engine:
         wrap_transport: Callable[[Transport], Transport] | None = None,
     ) -> None:
         refuse_wrapped(model)
-        _refuse_unrunnable(plan, model.spec, dist.get_world_size())
+        self.device = device or CpuDevice()
+        _refuse_unrunnable(plan, model.spec, dist.get_world_size(), emulated=self.device.emulates)
         self.model = model
         self.plan = plan
         self.overlap = overlap
@@ -77,7 +78,6 @@ class Engine:
         self.timeout_s = timeout_s
         self.steps_done = 0
         self.dtype = DTYPES[plan.workload.dtype]
-        self.device = device or CpuDevice()
         self.groups = make_groups(plan, model.spec, timeout_s=timeout_s)
         self.reporter = FailureReporter.for_group(self.groups.world)
         self._runtime = self.device.set_up(
@@ -97,6 +97,8 @@ class Engine:
         placement = Placement(ep_rank=self.groups.ep_i, ep_size=plan.mesh.ep, dtype=self.dtype)
         mine = plan.stages_of[self.groups.pp_i]
         chunks = {s.index: model.build_chunk(model.spec.items[s.start : s.stop], placement) for s in mine}
+        for chunk in chunks.values():
+            refuse_wrapped(chunk)
         infos = [info for chunk in chunks.values() for info in chunk.parameter_infos()]
         self.gradients = GradientBuffers(infos, self.groups)
         for chunk in chunks.values():
@@ -287,7 +289,7 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int) -> None:
+def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int, *, emulated: bool) -> None:
     """Raises PlanError unless this engine can run the plan on this many processes."""
     problems: list[Problem] = []
     if plan.mesh.tp != 1:
@@ -295,9 +297,8 @@ def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int) -> None:
     problems += [
         Problem("simulate_only", feature, "empty for a plan that is run", "this feature can only be simulated")
         for feature in plan.simulate_only
+        if not emulated
     ]
-    if any(item.kind is ItemKind.MTP for item in spec.items):
-        problems.append(Problem("model.mtp", len(spec.mtp), "0", "MTP blocks can be planned, not run yet"))
     if plan.workload.dtype not in DTYPES:
         problems.append(Problem("workload.dtype", plan.workload.dtype, " | ".join(DTYPES)))
     if problems:

@@ -182,7 +182,7 @@ class GradientBuffers:
         return self._assigned[key]
 
     def _deferred_to(self, parameter: nn.Parameter, w_task: str) -> Tensor:
-        """Where W adds. What a user has put into ``.grad`` is added now: the hook must not take it for this backward's."""
+        """Where W adds. A user's ``.grad`` is added now, lest the hook takes it for this backward's."""
         buffer = self._buffer(parameter, w_task, "W")
         if parameter.grad is not None:
             self._buffers[id(parameter)][0].add_(parameter.grad)

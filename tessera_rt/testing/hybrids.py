@@ -15,9 +15,7 @@ from tessera_rt.tasks import Pass, chunk_tasks
 _GDN = Attention(kind=AttentionKind.GATED_DELTA_NET, heads=2, kv_heads=1, head_dim=4, v_dim=4, conv=3)
 _SOFTMAX = Attention(kind=AttentionKind.SOFTMAX, heads=4, kv_heads=2, head_dim=4, rope_dim=4)
 _DENSE = FeedForward(kind=FeedForwardKind.DENSE, intermediate=20)
-_MOE = FeedForward(
-    kind=FeedForwardKind.MOE, intermediate=12, experts=4, top_k=2, router=Router(aux_coefficient=0.01)
-)
+_MOE = FeedForward(kind=FeedForwardKind.MOE, intermediate=12, experts=4, top_k=2, router=Router(aux_coefficient=0.01))
 _SHARED = FeedForward(
     kind=FeedForwardKind.MOE,
     intermediate=12,
@@ -56,8 +54,9 @@ def random_costs(
     link: Link | None = None,
     contention: float = 0.0,
     zero_share: float = 0.0,
+    scale: int = 1,
 ) -> CostTable:
-    """A table with random durations (1 to 1000 ns; 0 for a share of the tasks) and random boundary sizes."""
+    """A table with random durations (1 to 1000 ``scale`` ns; 0 for a share of tasks) and random boundary sizes."""
     draw = random.Random(seed)
     names = [name for pass_ in (Pass.F, Pass.B) for name in chunk_tasks(model.items, pass_).names]
     return CostTable(
@@ -65,7 +64,9 @@ def random_costs(
         workload=workload or Workload(tokens=16, context=16),
         provenance=Provenance(source="table", device="random"),
         tasks={
-            name: TaskCost(ns=0 if draw.random() < zero_share else draw.randint(1, 1000), bytes=draw.randint(0, 4096))
+            name: TaskCost(
+                ns=0 if draw.random() < zero_share else draw.randint(1, 1000 * scale), bytes=draw.randint(0, 4096)
+            )
             for name in names
         },
         memory={

@@ -16,14 +16,16 @@ LINKED = ("kernels", "scheduler", "planner")
 MAX_LINES = 500
 # Modules of these packages may be missing: they come with extras.
 EXTRAS = ("transformers", "triton")
-NOT_OURS = {".git", ".venv", "build", "dist", "runs", "htmlcov", "__pycache__"}
+NOT_OURS = {"build", "dist", "runs", "htmlcov", "__pycache__"}
 
 
 def our_files() -> Iterator[Path]:
-    """Every file of the tree that git would keep."""
+    """Every file of the tree that git would keep; hidden folders are caches, except .ci."""
     for folder, names, files in os.walk(ROOT):
         names[:] = [
-            name for name in names if name not in NOT_OURS and not name.endswith((".egg-info", "_cache", ".hypothesis"))
+            name
+            for name in names
+            if name not in NOT_OURS and not name.endswith(".egg-info") and (name[0] != "." or name == ".ci")
         ]
         yield from (Path(folder, name) for name in files if not name.startswith(".coverage"))
 

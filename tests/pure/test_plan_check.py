@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import networkx as nx
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera_rt.costs import Link
 from tessera_rt.errors import PlanError
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.plan import Action, ActionKind, Interleaving, Mesh, Plan, messages_from, output_of
+from tessera_rt.plan import Action, Interleaving, Mesh, Plan, messages_from
 from tessera_rt.plan_check import check_plan
-from tessera_rt.rendezvous import find_stuck, pass_events
-from tessera_rt.scheduler.templates import build_template
 from tessera_rt.tasks import Pass
+from tessera_rt.testing.plan_strategies import plans
 from tessera_rt.testing.plans import simple_model, simple_plan
 
 MODEL = simple_model("dmsm")  # EMBED L0 L1 L2 L3 HEAD
-PLAN = simple_plan(
-    MODEL, pp=2, vpp=2, cuts=(0, 1, 2, 4, 6), microbatches=4, joint=True
-)  # stages: EMBED | L0 | L1 L2 | L3 HEAD
+# Stages: EMBED | L0 | L1 L2 | L3 HEAD
+PLAN = simple_plan(MODEL, pp=2, vpp=2, cuts=(0, 1, 2, 4, 6), microbatches=4, joint=True)
 SPLIT = simple_plan(MODEL, pp=2, microbatches=4, split_w=True)  # stages: EMBED L0 L1 | L2 L3 HEAD
 Change = Callable[[Plan], Plan]
 
@@ -361,40 +358,6 @@ def test_slots_of_1f1b() -> None:
             check_plan(with_stage(stage, slots=3 - stage)(plan))
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelSpec:
-    return simple_model(draw(st.text("dmsaf", min_size=1, max_size=6)), mtp=draw(st.text("ms", max_size=2)), hidden=16)
-
-
-@st.composite
-def plans(draw: st.DrawFn, split: bool = True) -> tuple[Plan, ModelSpec]:
-    """Any cuts (empty stages too) and any placement: looped, V, or ranks with different numbers of stages."""
-    model = draw(models())
-    pp = draw(st.integers(1, 4))
-    vpp = draw(st.integers(1, 3))
-    placement = tuple(stage % pp for stage in range(pp * vpp))
-    if draw(st.booleans()):
-        extra = draw(st.lists(st.integers(0, pp - 1), max_size=5))
-        placement = tuple(draw(st.permutations([*range(pp), *extra])))
-        looped = all(rank == stage % pp for stage, rank in enumerate(placement))
-        assume(not looped or len(placement) % pp == 0)
-    count = len(placement)
-    inner = draw(st.lists(st.integers(0, len(model.items)), min_size=count - 1, max_size=count - 1))
-    plan = simple_plan(
-        model,
-        pp=pp,
-        microbatches=draw(st.integers(1, 6)),
-        cuts=(0, *sorted(inner), len(model.items)),
-        placement=placement,
-        order=draw(st.sampled_from(["1f1b", "gpipe"])),
-        joint=draw(st.booleans()),
-        split_w=split and draw(st.booleans()),
-        dp=draw(st.integers(1, 2)),
-        ep=draw(st.integers(1, 3)),
-    )
-    return plan, model
-
-
 @given(plans())
 def test_valid_plans_pass(example: tuple[Plan, ModelSpec]) -> None:
     plan, model = example
@@ -414,111 +377,6 @@ def test_a_lost_or_doubled_pass_is_found(example: tuple[Plan, ModelSpec], data: 
         changed = (*entries, entries[position])
     with pytest.raises(PlanError, match=rf"actions\[{rank}\]"):
         check_plan(with_list(rank, lambda _: changed)(plan), model)
-
-
-def runs_through(plan: Plan, overlap: bool) -> bool:
-    """Independent answer: starts and ends of passes, tied by list order and data, have no cycle."""
-    graph: nx.DiGraph[tuple[str, bool]] = nx.DiGraph()
-    for rank in range(plan.mesh.pp):
-        names = [(str(event.part), event.starts) for event in pass_events(plan, rank, overlap=overlap)]
-        nx.add_path(graph, names)
-    last = len(plan.stages) - 1
-    for stage in range(last):
-        for m in range(plan.microbatches):
-            graph.add_edge((f"{stage}F{m}", False), (f"{stage + 1}F{m}", True))
-            graph.add_edge((f"{stage + 1}B{m}", False), (f"{stage}B{m}", True))
-    return nx.is_directed_acyclic_graph(graph)
-
-
-@given(plans(split=False), st.data())
-def test_stuck_plans_are_those_with_a_cycle(example: tuple[Plan, ModelSpec], data: st.DataObject) -> None:
-    """Also for lists in disorder (F before B of each micro-batch kept, as check_plan has seen by then)."""
-    plan, model = example
-    lists = []
-    for entries in plan.actions:
-        order = list(entries)
-        for _ in range(data.draw(st.integers(0, 3))):
-            i = data.draw(st.integers(0, len(order) - 1))
-            j = data.draw(st.integers(0, len(order) - 1))
-            order[i], order[j] = order[j], order[i]
-        first = {(p.stage, p.microbatch): i for i, a in enumerate(order) for p in a.passes if p.kind is ActionKind.F}
-        for i, action in enumerate(order):
-            assume(all(p.kind is ActionKind.F or first[p.stage, p.microbatch] < i for p in action.passes))
-        lists.append(tuple(order))
-    changed = replace(plan, actions=tuple(lists), stages=tuple(replace(s, slots=99) for s in plan.stages))
-    for overlap in (True, False):
-        stuck = find_stuck(changed, overlap=overlap)
-        assert (not stuck) == runs_through(changed, overlap)
-        assert all(entry.action == changed.actions[entry.rank][entry.index] for entry in stuck)
-    if all(runs_through(changed, overlap) for overlap in (True, False)):
-        check_plan(changed, model)
-    else:
-        with pytest.raises(PlanError, match="reached by its input"):
-            check_plan(changed, model)
-
-
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("template", ["gpipe", "interleaved-1f1b"])
-def test_templates_never_block(template: str, joint: bool) -> None:
-    """Two chunks a rank, where other engines had both ranks send before either received."""
-    model = simple_model("dmsm")
-    for pp, m in ((2, 4), (2, 3), (4, 1), (3, 7), (4, 5)):
-        order = build_template(template, pp=pp, vpp=2, microbatches=m, joint=joint)
-        plan = simple_plan(model, pp=pp, vpp=2, microbatches=m, actions=order.actions, placement=order.stage_ranks)
-        assert find_stuck(plan, overlap=True) == find_stuck(plan, overlap=False) == ()
-        check_plan(plan, model)
-
-
-@given(plans(split=False))
-def test_messages_are_offered_in_the_order_of_messages_from(example: tuple[Plan, ModelSpec]) -> None:
-    plan, _ = example
-    for overlap in (True, False):
-        for rank in range(plan.mesh.pp):
-            ends = [event.part for event in pass_events(plan, rank, overlap=overlap) if not event.starts]
-            sent = [message for message in (output_of(plan, part) for part in ends) if message]
-            assert tuple(sent) == messages_from(plan, rank, overlap=overlap)
-
-
-def test_a_pass_starts_at_its_first_task_and_ends_at_its_last() -> None:
-    """The order decides: with all of B ahead of F, B's output leaves before F needs its input."""
-    plan = simple_plan(simple_model("dd"), pp=2, microbatches=3, joint=True)
-    pair = next(action for action in plan.actions[1] if action.kind is ActionKind.OVERLAP)
-    part_f, part_b = pair.passes
-    entry = plan.interleavings[pair.key]
-    backward_first = tuple(sorted(entry.order, key=lambda name: name.startswith("F_")))
-    plan = replace(plan, interleavings={**plan.interleavings, pair.key: replace(entry, order=backward_first)})
-    index = plan.actions[1].index(pair)
-    events = [(e.part, e.starts) for e in pass_events(plan, 1) if e.index == index]
-    assert events == [(part_b, True), (part_b, False), (part_f, True), (part_f, False)]
-    events = [(e.part, e.starts) for e in pass_events(plan, 1, overlap=False) if e.index == index]
-    assert events == [(part_f, True), (part_f, False), (part_b, True), (part_b, False)]
-
-
-def test_overlap_decides_whether_a_plan_blocks() -> None:
-    """Rank 1 pairs the F that rank 0 only sends after it got rank 1's B: fine if B is issued first, stuck otherwise."""
-    model = simple_model("dd")
-    lists = (actions("0F0 0B0 0F1 0B1"), actions("1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
-    plan = simple_plan(model, pp=2, microbatches=2, actions=lists)
-    stuck = find_stuck(plan)
-    assert [entry.rank for entry in stuck] == [0, 1]
-    assert stuck[0].reason == "0B0 waits for 1SEND_B0 from rank 1, which itself waits in (1F1;1B0)OVERLAP_F_B"
-    assert stuck[1].reason == "1F1 waits for 0SEND_F1 from rank 0, which itself waits in 0B0"
-    entry = plan.interleavings["1F;1B"]
-    order = tuple(sorted(entry.order, key=lambda name: name.startswith("F_")))
-    backward_first = replace(plan, interleavings={**plan.interleavings, "1F;1B": replace(entry, order=order)})
-    assert find_stuck(backward_first) == ()
-    assert [entry.rank for entry in find_stuck(backward_first, overlap=False)] == [0, 1]
-
-
-def test_stuck_on_the_own_rank() -> None:
-    """V placement: stage 1 and 2 share rank 1, and its list asks for stage 2 first."""
-    lists = (actions("0F0 3F0 3B0 0B0"), actions("2F0 1F0 2B0 1B0"))
-    plan = simple_plan(simple_model("dd"), pp=2, microbatches=1, placement=(0, 1, 1, 0), actions=lists)
-    reasons = [entry.reason for entry in find_stuck(plan)]
-    assert reasons == [
-        "3F0 waits for 2SEND_F0 from rank 1, which itself waits in 2F0",
-        "2F0 waits for 1F0, which comes later on the same rank",
-    ]
 
 
 def test_mesh_is_part_of_the_helper() -> None:

@@ -143,6 +143,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 # -- faults of files ---------------------------------------------------------------------------------------------------
 
+CUT = TEXT.index("starts_ns") + len("starts")
 FILE_FAULTS: dict[str, tuple[Callable[[], str], str, str]] = {
     # name: text, field, words of the message
     "duplicated layer": (
@@ -243,7 +244,11 @@ FILE_FAULTS: dict[str, tuple[Callable[[], str], str, str]] = {
     ),
     "end missing": (lambda: TEXT.removesuffix("...\n"), "end", "cut off"),
     "cut between keys": (lambda: TEXT[: TEXT.index("actions:")], "end", "cut off"),
-    "cut in a key": (lambda: TEXT[: TEXT.index("starts_ns") + 6], "line 53, column 11", "could not find expected ':'"),
+    "cut in a key": (
+        lambda: TEXT[:CUT],
+        f"line {TEXT[:CUT].count(chr(10)) + 1}, column 11",
+        "could not find expected ':'",
+    ),
 }
 
 
@@ -278,6 +283,28 @@ def test_all_faults_come_in_one_error() -> None:
         "end",
     }
     assert str(error).startswith("my.yaml: 6 problems\n")
+
+
+@given(st.data())
+def test_no_edit_of_a_file_ends_in_anything_but_an_error_or_a_sound_plan(data: st.DataObject) -> None:
+    """Words of the file replaced by others of it, or by numbers and signs; lines lost or doubled."""
+    lines = TEXT.splitlines()
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        words = re.split(r"([ ,:{}\[\];()]+)", lines[at])
+        other = re.split(r"([ ,:{}\[\];()]+)", data.draw(st.sampled_from(lines)))
+        word = data.draw(st.sampled_from([*other, "-1", "0", "1", "7", "99", "1.5", ".nan", "'", "[", "{", "~", "x"]))
+        words[data.draw(st.integers(0, len(words) - 1))] = word
+        change = data.draw(st.sampled_from(["word", "word", "word", "lost", "doubled"]))
+        lines[at : at + 1] = {"word": ["".join(words)], "lost": [], "doubled": [lines[at]] * 2}[change]
+    for model in (None, MODEL):
+        try:
+            plan = plan_from_yaml("\n".join(lines), model=model)
+            check_plan(plan, model)
+        except PlanError as error:
+            assert error.problems
+        else:
+            assert plan_from_yaml(plan_to_yaml(plan), model=model) == plan
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""`tessera simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tessera_rt import cli_context, cli_tables
+from tessera_rt.cli_output import RequestError, console, emit, output_path
+from tessera_rt.cli_plan import (
+    Context,
+    CostsFile,
+    DeviceName,
+    Dp,
+    Dtype,
+    Ep,
+    Json,
+    MemoryLimit,
+    Microbatches,
+    ModelName,
+    Objective,
+    Pad,
+    Partitioner,
+    Pp,
+    RecomputePolicy,
+    TemplateName,
+    TimeLimit,
+    Tokens,
+    Vpp,
+    Window,
+)
+from tessera_rt.costs import CostTable
+from tessera_rt.errors import CostError, Problem
+from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Plan
+from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, terminal_grid
+from tessera_rt.scheduler.simulate import simulate as simulate_plan
+from tessera_rt.timeline import Timeline
+
+SIMULATE_EXAMPLES = """\
+Simulate one step of a plan and draw it: when every task runs, and where the time goes.
+
+The first argument is a plan file, a run folder, or a model; a model is planned first, with the options of tessera plan.
+
+Examples:
+
+  tessera simulate plan.yaml
+
+  tessera simulate plan.yaml --no-overlap --picture serial.png
+
+  tessera simulate mixtral-8x7b --pp 4 --ep 8 --microbatches 16 --trace step.json
+
+The trace opens in https://ui.perfetto.dev.
+"""
+
+
+def simulate(
+    source: Annotated[str, typer.Argument(metavar="PLAN|SPEC", help="Plan file, run folder, preset or model file.")],
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    dp: Dp = 1,
+    ep: Ep = 1,
+    microbatches: Microbatches = 8,
+    tokens: Tokens = None,
+    context: Context = None,
+    template: TemplateName = None,
+    objective: Objective = "step",
+    partitioner: Partitioner = "milp",
+    window: Window = "2",
+    time_limit: TimeLimit = 20.0,
+    memory_limit: MemoryLimit = None,
+    recompute: RecomputePolicy = "auto",
+    device: DeviceName = None,
+    costs: CostsFile = None,
+    pad: Pad = "groups",
+    dtype: Dtype = None,
+    model: ModelName = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Whether passes run together, or one after the other.")
+    ] = True,
+    contention: Annotated[
+        float | None,
+        typer.Option("--contention", help="Slow-down of compute under collectives.", show_default="the costs'"),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw to this file (.png or .svg).")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json).")] = None,
+    json: Json = False,
+) -> None:
+    picture = output_path("--picture", picture, (".png", ".svg"))
+    trace = output_path("--trace", trace, (".json",))
+    if cli_context.is_plan(source):
+        plan, spec, table = _opened(source, model, costs, device)
+    else:
+        request = cli_context.PlanRequest(
+            spec=source,
+            pp=pp,
+            vpp=vpp,
+            dp=dp,
+            ep=ep,
+            microbatches=microbatches,
+            tokens=tokens,
+            context=context,
+            template=template,
+            objective=objective,
+            partitioner=partitioner,
+            window=window,
+            time_limit=time_limit,
+            memory_limit=memory_limit,
+            recompute=recompute,
+            device=device,
+            costs=costs,
+            pad=pad,
+            dtype=dtype,
+        )
+        if model is not None:
+            raise RequestError.of("simulate", [Problem("--model", model, "left out: the first argument is a model")])
+        made = cli_context.make_plan(request)
+        plan, spec, table = made.plan, made.model, made.costs
+    label = plan.template if overlap else f"{plan.template}, no overlap"
+    timeline = simulate_plan(plan, spec, table, overlap=overlap, contention=contention, label=label)
+    if picture is not None:
+        save_picture(timeline, picture)
+    if trace is not None:
+        save_perfetto(timeline, trace)
+    if json:
+        files = {"picture": picture, "trace": trace}
+        emit(
+            {
+                "model": plan.model,
+                "overlap": overlap,
+                **cli_tables.timeline_row(timeline),
+                "rows": cli_tables.rank_rows(timeline),
+                "files": {name: str(path) for name, path in files.items() if path is not None},
+            }
+        )
+        return
+    _print(timeline, [path for path in (picture, trace) if path is not None])
+
+
+def _opened(
+    source: str, model: str | None, costs: Path | None, device: str | None
+) -> tuple[Plan, ModelSpec, CostTable]:
+    opened = cli_context.open_plan(source, model, costs, device)
+    if opened.model is None or opened.costs is None:
+        raise CostError.of(str(opened.path), [Problem("costs", None, "known, to simulate the plan", opened.missing)])
+    return opened.plan, opened.model, opened.costs
+
+
+def _print(timeline: Timeline, files: list[Path]) -> None:
+    out = console()
+    out.print(terminal_grid(timeline, out.width))
+    out.print(split_table(timeline))
+    for path in files:
+        out.print(f"wrote {path}")
