@@ -7,25 +7,7 @@ import triton.language as tl
 
 from tessera_rt.kernels.activations import activate_backward
 from tessera_rt.kernels.rows_gemm_kernels import weight_tile
-from tessera_rt.kernels.tile_loop import place_of_tile, rows_of_tile, write_trace
-
-
-@triton.jit
-def ragged_store(target, end, row, column, value, count, HALF: tl.constexpr, HALVES: tl.constexpr):
-    """Stores rows row, row + 1, ... up to ``end`` by a ragged descriptor (descriptors.ragged)."""
-    if HALVES:
-        target.store(
-            [1 << 30, end, (1 << 30) - count, HALF, column],
-            value.reshape(1, 1, value.shape[0], 1, value.shape[1]),
-        )
-    else:
-        target.store([1 << 30, end, (1 << 30) - count, column], value.reshape(1, 1, value.shape[0], value.shape[1]))
-
-
-@triton.jit
-def halves_of_columns(x):
-    """[M, N] -> two [M, N / 2], the left and the right columns."""
-    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+from tessera_rt.kernels.tile_loop import halves_of_columns, place_of_tile, rows_of_tile, write_trace
 
 
 @triton.jit

@@ -63,7 +63,7 @@ class Compiled:
     tma_stores: int
     async_copies: int
     store_bytes: int  # width of the widest global store of one thread
-    scalar_fma_loop: bool  # a loop multiplies and adds on the plain units and has no tensor-core instruction
+    scalar_dot: bool  # a matrix product runs on the plain units
     ptx: str
     sass: str
 
@@ -112,10 +112,11 @@ def compile_for(target: Target, kernel: Any, args: tuple[Any, ...], options: dic
     triton.runtime.driver.set_active(OfflineDriver(target))
     args = tuple(triton.runtime.jit.MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
     result = kernel.warmup(*args, grid=(1,), **options)
-    return read_compiled(result.asm["ptx"], result.asm["cubin"], result.metadata.shared, result.metadata.num_warps)
+    asm, metadata = result.asm, result.metadata
+    return read_compiled(asm["ttgir"], asm["ptx"], asm["cubin"], metadata.shared, metadata.num_warps)
 
 
-def read_compiled(ptx: str, cubin: bytes, shared: int, warps: int) -> Compiled:
+def read_compiled(ttgir: str, ptx: str, cubin: bytes, shared: int, warps: int) -> Compiled:
     """Reads resources and instructions out of PTX and machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -139,7 +140,7 @@ def read_compiled(ptx: str, cubin: bytes, shared: int, warps: int) -> Compiled:
         tma_stores=count["UTMASTG"],
         async_copies=count["LDGSTS"],
         store_bytes=max(stores, default=0),
-        scalar_fma_loop=has_scalar_fma_loop(sass),
+        scalar_dot=has_scalar_dot(ttgir),
         ptx=ptx,
         sass=sass,
     )
@@ -153,26 +154,11 @@ def instructions(sass: str) -> list[str]:
     return [name for _, name, _ in _INSTRUCTION.findall(sass)]
 
 
-def has_scalar_fma_loop(sass: str, threshold: int = 16) -> bool:
-    """Whether some loop has at least ``threshold`` FFMA or HFMA2 and no tensor-core instruction: a matrix product
-    on the plain units. Loops are the spans between a label and a later branch back to it."""
-    labels: dict[str, int] = {}
-    names: list[str] = []
-    for line in sass.splitlines():
-        label = re.match(r"\s*(\.L_\w+):", line)
-        if label:
-            labels[label[1]] = len(names)
-            continue
-        found = _INSTRUCTION.search(line)
-        if found is None:
-            continue
-        names.append(found[2].partition(".")[0])
-        goal = re.search(r"\.L_\w+", found[3])
-        if names[-1] == "BRA" and goal and goal[0] in labels:
-            body = Counter(names[labels[goal[0]] :])
-            if body["FFMA"] + body["HFMA2"] >= threshold and not any("MMA" in name for name in body):
-                return True
-    return False
+def has_scalar_dot(ttgir: str) -> bool:
+    """Whether a matrix product is done on the plain units: Triton leaves such a ``tt.dot`` in a blocked layout."""
+    blocked = set(re.findall(r"^(#\w+) = #ttg\.blocked", ttgir, re.MULTILINE))
+    dots = re.findall(r"= tt\.dot .*-> tensor<[^>]*, (#\w+)>", ttgir)
+    return any(layout in blocked for layout in dots)
 
 
 def _store_bytes(name: str) -> int:

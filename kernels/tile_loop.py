@@ -26,6 +26,13 @@ def rows_of_tile(tiles, offsets, row_tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def halves_of_columns(x):
+    """[M, N] -> two [M, N / 2], the left and the right columns. An epilogue on slices of a tile needs no spills where
+    one on the whole tile does."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def write_trace(trace):
     """Writes (program, SM) to row ``program`` of ``trace`` [programs, 2] int32: tests read the real grid back."""
     program = tl.program_id(0)

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tessera_rt.costs import CostTable
-from tessera_rt.model_spec import ItemKind, ModelSpec
+from tessera_rt.layer_shapes import embedding_uses
+from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import RankMemory
 from tessera_rt.planner.candidates import Bounds, Range, ranges
 from tessera_rt.planner.in_flight import LiveState, live_states, stages_on
@@ -56,8 +57,7 @@ class MemoryModel:
         self._crossing = np.array([0, *(m.output for m in memory[:-1]), 0], dtype=np.int64)
         self._known_chunks: dict[tuple[int, int, int], Table] = {}
         self._known_peaks: dict[tuple[int, tuple[Range, ...]], int] = {}
-        table_kinds = {ItemKind.EMBED, ItemKind.MTP} | ({ItemKind.HEAD} if model.tied else set())
-        uses = [item.kind in table_kinds for item in model.items]
+        uses = [embedding_uses(model, [item]) for item in model.items]
         self._uses = prefix_sums(uses)
         self._table_weights = min(m.weights for m, use in zip(memory, uses, strict=True) if use)
         self._table_optimizer = min(m.optimizer for m, use in zip(memory, uses, strict=True) if use)

@@ -71,8 +71,8 @@ def run_demo(config: TrainConfig, out: Console) -> bool:
     _heading(out, 8, "schedules on the emulated device (virtual time, measured costs; not this machine's speed)")
     out.print(schedule_table(schedules))
     out.print(
-        "simulated and executed times come from two programs that share no timing code. no overlap: same layers, classic "
-        "warm-up, one task after the other"
+        "simulated and executed times come from two programs that share no timing code. no overlap: same layers, "
+        "classic warm-up, one task after the other"
     )
     _picture_station(schedules[0], folder, out)
     return _print_checks(checks(config, summary, schedules), out)

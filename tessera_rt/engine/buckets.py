@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tessera_rt.engine.mesh import Groups
 from tessera_rt.errors import PlanError, Problem
-from tessera_rt.moe.steps import ParameterInfo
+from tessera_rt.moe.steps import ParameterInfo, expert_name
 
 ALIGN = 64
 """Parameters and shards start at multiples of this many elements: 128 bytes or more."""
@@ -50,12 +50,6 @@ class Weight:
         else:
             for expert, of_expert in zip(self.first.experts, tensor.unbind(0), strict=True):
                 yield expert_name(self.name, expert), of_expert
-
-
-def expert_name(name: str, expert: int) -> str:
-    """``layers.3.feed_forward.experts.gate_up`` of expert 5 -> ``layers.3.feed_forward.experts.5.gate_up``."""
-    stem, dot, last = name.rpartition(".")
-    return f"{stem}{dot}{expert}.{last}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from tessera_rt.engine.mesh import make_groups
 from tessera_rt.engine.optim import OptimizerConfig, ShardedOptimizer
 from tessera_rt.engine.stage import StageRunner
 from tessera_rt.engine.watchdog import FailureReporter
-from tessera_rt.errors import PlanError, Problem
+from tessera_rt.errors import PlanError, Problem, SpecError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.moe.steps import Placement, TaskModel, Transport
 from tessera_rt.moe.transport import make_transport
@@ -122,23 +123,17 @@ class Engine:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, *, lr: float | None = None) -> StepResult:
+    def step(self, batch: Batch, *, lr: float | None = None, rounds: int = 1) -> StepResult:
         """One training step: all micro-batches, gradient reduction, clipping, optimizer.
 
         ``batch``: this (dp, ep) coordinate's, the same on its pipeline ranks: (tokens, labels) [B, s] int64 tensors,
-        split on dimension 0, or a list of such pairs, one per micro-batch and of any sizes. ``lr``: of this step
-        (default: the optimizer's). Raises SpecError for a bad batch, TransportError when a rank fails or does not
+        split on dimension 0, or a list of such pairs, one per micro-batch and of any sizes. ``rounds``: how often the
+        plan runs before the optimizer does; the batch holds that many times the plan's micro-batches. ``lr``: of this
+        step (default: the optimizer's). Raises SpecError for a bad batch, TransportError when a rank fails or does not
         answer in time.
         """
-        microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
+        tokens, loss, aux_loss = self._accumulate(batch, rounds, "step")
         with self._failures("step"):
-            tokens = self._begin("train", microbatches)
-            self.gradients.zero()
-            given = self._given(microbatches, tokens)
-            self._exchange(microbatches, lambda: self._driver.train(given), train=True)
-            self.gradients.queue.check_empty()
-            self.gradients.reduce()
-            loss, aux_loss = self._metrics()
             norm = global_norm(self.gradients)
             skipped = self.optimizer.step(norm, lr=lr)
             self.steps_done += 1
@@ -146,18 +141,10 @@ class Engine:
             step=self.steps_done, loss=loss, aux_loss=aux_loss, grad_norm=norm, tokens=tokens, skipped=skipped
         )
 
-    def forward_backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    def forward_backward(self, batch: Batch, *, rounds: int = 1) -> tuple[float, dict[str, Tensor]]:
         """Loss and all reduced gradients by global name, without an optimizer step (every rank gets its own names)."""
-        microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
-        with self._failures("forward_backward"):
-            tokens = self._begin("train", microbatches)
-            self.gradients.zero()
-            given = self._given(microbatches, tokens)
-            self._exchange(microbatches, lambda: self._driver.train(given), train=True)
-            self.gradients.queue.check_empty()
-            self.gradients.reduce()
-            loss, _ = self._metrics()
-            return loss, self.gradients.named_gradients()
+        _, loss, _ = self._accumulate(batch, rounds, "forward_backward")
+        return loss, self.gradients.named_gradients()
 
     def evaluate(self, batch: Batch) -> float:
         """Mean cross-entropy over the batch's valid tokens; forward only, parameters and optimizer untouched."""
@@ -168,7 +155,7 @@ class Engine:
             for stage in self.stages.values():
                 stage.chunk.eval()  # no dropout
             try:
-                self._exchange(microbatches, lambda: self._driver.evaluate(given), train=False)
+                self._exchange(microbatches, partial(self._driver.evaluate, given), train=False)
             finally:
                 for stage in self.stages.values():
                     stage.chunk.train()
@@ -219,6 +206,24 @@ class Engine:
 
     # -- inside a step ----------------------------------------------------------------------------------------------
 
+    def _accumulate(self, batch: Batch, rounds: int, what: str) -> tuple[int, float, float]:
+        """Reduced gradients of a whole batch; its valid tokens, loss and auxiliary loss."""
+        if rounds < 1:
+            raise SpecError.of(what, [Problem("rounds", rounds, "at least 1")])
+        count = self.plan.microbatches
+        microbatches = split_batch(batch, rounds * count, vocab=self.model.spec.vocab)
+        with self._failures(what):
+            tokens = self._begin("train", microbatches)
+            self.gradients.zero()
+            given = self._given(microbatches, tokens)
+            for first in range(0, len(microbatches), count):
+                of_round = slice(first, first + count)
+                self._exchange(microbatches[of_round], partial(self._driver.train, given[of_round]), train=True)
+                self.gradients.queue.check_empty()
+            self.gradients.reduce()
+            loss, aux_loss = self._metrics()
+        return tokens, loss, aux_loss
+
     def _begin(self, mode: str, microbatches: Sequence[Microbatch]) -> int:
         """All ranks mean the same step before the first message; returns the global number of valid tokens."""
         self.reporter.arrive(f"start of {mode} step {self.steps_done + 1}")
@@ -258,6 +263,8 @@ class Engine:
             for source, queue in enumerate(sent)
             if any(message.target == me for message in queue)
         }
+        for stage in self.stages.values():
+            stage.chunk.train(train)
         self._runtime.open_step(shapes, sent[me], incoming)
         run()
         self._runtime.close_step()

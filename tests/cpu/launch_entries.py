@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tessera_rt.config import TrainConfig
 from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.launch import init_from_torchrun, run_local, under_torchrun
-from tessera_rt.plan import Plan
-from tessera_rt.train import TrainSummary, train
+from tessera_rt.launch import run_local
 
 
 def leave_pid(folder: Path) -> int:
@@ -74,35 +69,5 @@ def wait_for_ever(folder: Path) -> None:
     time.sleep(1000)
 
 
-def train_and_die(folder: Path, config: TrainConfig, plan: Plan, victim: int, step: int, action: str) -> TrainSummary:
-    """Train; rank ``victim`` is killed as it comes to ``action`` of step ``step`` (from 1)."""
-    rank = leave_pid(folder)
-    arrive = FailureReporter.arrive
-    seen = []
-
-    def arrive_or_die(reporter: FailureReporter, text: str) -> None:
-        arrive(reporter, text)
-        if rank == victim and text == action:
-            seen.append(text)
-            if len(seen) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(FailureReporter, "arrive", arrive_or_die):
-        return train(config, plan, folder / "run")
-
-
-def main(what: str, folder: Path) -> None:
-    """``launch``: ranks that wait until they are ended. ``torchrun``: this process is a rank and trains."""
-    if what == "launch":
-        run_local(wait_for_ever, 2, (folder,))
-    else:
-        assert under_torchrun()
-        init_from_torchrun(timeout_s=60)
-        config, plan = pickle.loads((folder / "job").read_bytes())
-        summary = train(config, plan)
-        (folder / f"{dist.get_rank()}.summary").write_bytes(pickle.dumps(summary))
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    run_local(wait_for_ever, 2, (Path(sys.argv[1]),))

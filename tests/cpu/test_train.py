@@ -86,7 +86,7 @@ def test_a_run_learns_and_writes_its_folder(pool: WorkerPool, tmp_path: Path) ->
     rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert (rows[0]["loss"], rows[-1]["loss"]) == (found.first_loss, found.last_loss)
-    assert all(row["tokens"] == 96 and row["step_ns"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert all(0 < row["tokens"] <= 96 and row["step_ns"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert [row["lr"] for row in rows] == [learning_rate(config.optimizer, step, 20) for step in range(20)]
     held_out = metrics(folder, "evaluate")
     assert [row["step"] for row in held_out] == [0, 8, 16, 20]
