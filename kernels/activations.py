@@ -1,32 +1,13 @@
 """Activations of experts and their derivatives, as device functions on fp32 tiles.
 
-``ACTIVATION`` is one of the numbers below, which are also the names of ``reference.activate``. Gated kinds map (gate,
-up) to one value; the others take ``up`` alone, and ``gate`` is ignored.
+``ACTIVATION`` is a value of ``options.Activation``. Gated kinds map (gate, up) to one value; the others take ``up``
+alone, and ``gate`` is ignored. Clamps are written with comparisons, so that NaN stays NaN.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import triton
 import triton.language as tl
-
-
-class Activation(IntEnum):
-    """What an expert does between its two products. L is the limit, a the alpha of the clamped kinds."""
-
-    NONE = 0
-    SWIGLU = 1  # silu(gate) up
-    SWIGLU_CLAMPED = 2  # gate <= L, -L <= up <= L, then as SWIGLU
-    SWIGLU_OSS = 3  # clamped likewise; gate sigmoid(a gate) (up + 1)
-    GEGLU = 4  # gelu(gate) up, exact
-    GEGLU_TANH = 5  # the tanh approximation
-    RELU2 = 6  # relu(x)^2, no gate
-
-    @property
-    def gated(self) -> bool:
-        """Whether the first product has two halves, gate and up."""
-        return self not in (Activation.NONE, Activation.RELU2)
 
 
 @triton.jit

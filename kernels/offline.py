@@ -23,7 +23,7 @@ from tessera_rt.errors import Problem, SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A GPU to compile for, and the limits of one SM (NVIDIA CUDA C programming guide, table of compute capabilities)."""
+    """A GPU to compile for, and the limits of one SM (CUDA C programming guide, compute capabilities)."""
 
     name: str
     capability: int

@@ -28,11 +28,10 @@ def weight_tile(
             return w.load([expert, 0, column, k]).reshape(COLUMNS, BLOCK_K).T
         else:
             return w.load([expert, k, 0, column]).reshape(BLOCK_K, COLUMNS)
+    elif N_FIRST:
+        return w.load([expert, column, k]).reshape(COLUMNS, BLOCK_K).T
     else:
-        if N_FIRST:
-            return w.load([expert, column, k]).reshape(COLUMNS, BLOCK_K).T
-        else:
-            return w.load([expert, k, column]).reshape(BLOCK_K, COLUMNS)
+        return w.load([expert, k, column]).reshape(BLOCK_K, COLUMNS)
 
 
 @triton.jit

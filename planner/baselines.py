@@ -71,7 +71,7 @@ def balanced(
 ) -> Bounds | None:
     """Least cost of the costliest stage, then rank, then sum of squares; see ``serial_balanced``.
 
-    ``cost``: [n + 1, n + 1], additive over items.
+    ``cost``: [n + 1, n + 1] for all stages alike, or [stages, n + 1, n + 1].
     """
     stages = len(stage_ranks)
     limited = memory is not None and limit > 0
@@ -99,12 +99,14 @@ def balanced(
 
 
 def load_key(cost: Table, stage_ranks: Sequence[int]) -> Callable[[Bounds], tuple[float, float, float]]:
-    """Function of bounds: (costliest stage, costliest rank, sum of squares over stages) for additive costs."""
+    """Function of bounds: (costliest stage, costliest rank, sum of squares); ``cost`` as in ``balanced``."""
     ranks = np.asarray(stage_ranks)
+    table = np.broadcast_to(cost, (len(ranks), *cost.shape[-2:]))
+    every = np.arange(len(ranks))
 
     def key(bounds: Bounds) -> tuple[float, float, float]:
         positions = np.asarray(bounds)
-        stage = cost[positions[:-1], positions[1:]].astype(np.float64)
+        stage = table[every, positions[:-1], positions[1:]].astype(np.float64)
         return float(stage.max()), float(np.bincount(ranks, weights=stage).max()), float((stage**2).sum())
 
     return key

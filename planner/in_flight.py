@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from tessera_rt.plan import Action, ActionKind
 from tessera_rt.scheduler.templates import Template
 
@@ -75,10 +77,10 @@ def _walk(actions: Iterable[Action], stages: list[int]) -> Iterable[LiveState]:
 
 
 def _maximal(states: Iterable[LiveState]) -> tuple[LiveState, ...]:
-    # By decreasing sum: a state can only be dominated by one that was kept before it.
+    # By decreasing sum: a state can only be dominated by one that comes before it.
     distinct = sorted(set(states), key=lambda state: (-sum(state.vector), state.vector))
-    kept: list[LiveState] = []
-    for state in distinct:
-        if not any(all(a >= b for a, b in zip(other.vector, state.vector, strict=True)) for other in kept):
-            kept.append(state)
-    return tuple(kept)
+    vectors = np.array([state.vector for state in distinct])
+    kept = np.zeros(len(distinct), dtype=bool)
+    for i, vector in enumerate(vectors):
+        kept[i] = not (vectors[:i][kept[:i]] >= vector).all(axis=1).any()
+    return tuple(state for state, keep in zip(distinct, kept, strict=True) if keep)

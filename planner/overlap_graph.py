@@ -20,8 +20,8 @@ from tessera_rt.tasks import Pass
 class Edge:
     """One overlap opportunity. ``forward``, ``backward``: the stages whose F and B (or I) run together on ``rank``.
 
-    ``count``: how often this occurs in a step. ``overlapped`` is False only for the edges that stand for stages without
-    any overlap (``cost_edges``): their cost is the sum of both passes.
+    ``count``: how often this occurs in a step. ``overlapped`` is False only for self-loops that stand for
+    stages without overlap (``cost_edges``): their cost is the sum of both passes.
     """
 
     key: str
@@ -73,18 +73,16 @@ def edges_of(graph: nx.MultiDiGraph[int]) -> tuple[Edge, ...]:
 
 
 def cost_edges(template: Template) -> tuple[Edge, ...]:
-    """The edges whose largest cost is T_dom.
+    """The edges whose largest cost is T_dom: the overlap edges, and what the rest of the order repeats.
 
-    These are the overlap edges. A template that overlaps nothing repeats one F and one B of each stage in its steady
-    state: then each stage gets a self-loop, which costs both passes one after the other.
+    A stage that never overlaps its F, or never its B, still does both for every micro-batch: it gets a self-loop that
+    costs both passes one after the other.
     """
     edges = edges_of(overlap_graph(template))
-    if edges:
-        return edges
-    forwards = Counter(
-        part.stage for actions in template.actions for a in actions for part in a.passes if part.kind is ActionKind.F
-    )
-    return tuple(
-        Edge(key=f"{s}F;{s}B", rank=rank, forward=s, backward=s, count=forwards[s], overlapped=False)
+    both = {edge.forward for edge in edges} & {edge.backward for edge in edges}
+    alone = tuple(
+        Edge(key=f"{s}F;{s}B", rank=rank, forward=s, backward=s, count=template.microbatches, overlapped=False)
         for s, rank in enumerate(template.stage_ranks)
+        if s not in both
     )
+    return (*edges, *alone)

@@ -130,7 +130,8 @@ class PairCosts:
         chunks = list(pairwise(bounds))
         f = self._forward_sums.over([chunks[edge.forward] for edge in edges])
         b = self._backward_sums.over([chunks[edge.backward] for edge in edges])
-        return int(self._least(f, b, edges[0].overlapped).max())
+        overlapped = [edge.overlapped for edge in edges]
+        return int(np.where(overlapped, self._least(f, b, True), self._least(f, b, False)).max())
 
     def _least(self, f: _Loads, b: _Loads, overlapped: bool) -> Table:
         if not overlapped:

@@ -128,7 +128,7 @@ def _decode(cands: Candidates, problem: MilpProblem, x: Vector) -> Bounds:
         problems += [
             Problem(f"solver: stage {s} holds items {p}-{q - 1}", value, "0 or 1")
             for (p, q), value in values.items()
-            if not abs(value - round(value)) <= TOLERANCE  # also catches NaN
+            if not min(abs(value), abs(value - 1)) <= TOLERANCE  # also catches NaN
         ]
         held = [chunk for chunk, value in values.items() if value > 0.5]
         if len(held) != 1:

@@ -189,10 +189,11 @@ def _chain(setting: Setting, start: Bounds) -> Found:
         quick = balanced(setting.quick, ranks, setting.memory, setting.limit) or start
         bounds = min((start, quick), key=setting.t_dom)
         return Found(bounds=bounds, method="chain-dp", status="heuristic", bound_ns=t_dom_bound(setting))
-    least = setting.pairs.stage_limits(setting.edges[0])[0]
-    table = np.full(least.shape, FORBIDDEN, dtype=np.int64)
-    for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
-        table[p, q] = setting.pairs.edge(setting.edges[0], (p, q), (p, q))
+    table = np.full((setting.stages, *setting.serial.shape), FORBIDDEN, dtype=np.int64)
+    for edge in setting.edges:
+        least, _ = setting.pairs.stage_limits(edge)
+        for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
+            table[edge.forward, p, q] = setting.pairs.edge(edge, (p, q), (p, q))
     bounds = balanced(table, ranks, setting.memory, setting.limit) or start
     exact = setting.one_stage_a_rank or not setting.limit
     return Found(

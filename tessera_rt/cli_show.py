@@ -176,6 +176,7 @@ class Run:
         out.print(f"run {self.folder}: {self.opened.plan.model}, {summary['steps']} steps", style="bold")
         out.print(_versus("Stages: compute of a micro-batch (ms)", self.stage_rows(), ("stage", "rank", "pass")))
         out.print(_versus("Tasks: mean over layers (ms)", self.task_rows(), ("task",)))
+        out.print("measured collectives last from their issue to the end of the wait for them, with overlap in between")
         timelines = [timeline for timeline in (self.planned, self.measured) if timeline is not None]
         if timelines:
             out.print(split_table(timelines))

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tessera_rt.engine.watchdog import PROGRESS_DIR, read_note, write_first_cause
+from tessera_rt.engine.watchdog import PROGRESS_DIR, WaitError, read_note, write_first_cause
 from tessera_rt.errors import Problem, SpecError, TesseraError, TransportError
 
 _Result = TypeVar("_Result")
@@ -267,35 +267,51 @@ class _Launch:
 
     def _error(self, running: Sequence[_Rank]) -> TesseraError:
         """The true cause: a process that died, else a rank's own exception, else who waited in vain for whom."""
-        hung = [f"rank {rank.number} did not end and was stopped{self._in_action(rank)}" for rank in running]
+        still = [f"rank {rank.number} did not end by itself{self._in_action(rank)}" for rank in running]
         if not self.failed:
             first = next(rank.number for rank in self.ranks if rank.end is not None)
-            late = running[0]
             cause = f"was not done {self.timeout_s + self.grace_s:g} s after rank {first}"
-            return RankFailed.on(late.number, self._action(late), cause, hung[1:])
-        died = [rank for rank in self.failed if isinstance(rank.end, int)]
-        own = [rank for rank in self.failed if isinstance(rank.end, _Failed) and not rank.end.is_symptom]
-        first_rank = (died or own or self.failed)[0]
-        end = first_rank.end
-        if isinstance(end, int):
-            remedy = [] if first_rank.ready else ["it never started; see its output above or in the log folder"]
-            if not first_rank.ready and end == 1:
-                remedy.append("a script that starts ranks must do so under `if __name__ == '__main__':`")
-            return RankFailed.on(first_rank.number, self._action(first_rank), _how(end), [*remedy, *hung])
-        assert isinstance(end, _Failed)
-        if end.error is not None and not end.is_symptom:
-            end.error.add_note(f"found by rank {first_rank.number}")
-            return end.error
-        if end.is_symptom:
-            error = RankFailed("\n  ".join([end.message, *hung]))
-            error.rank, error.action, error.cause = first_rank.number, self._action(first_rank), end.message
-            return error
-        cause = f"failed with {end.type_name}: {end.message}"
-        return RankFailed.on(first_rank.number, self._action(first_rank), cause, hung)
+            return self._failure_of(running[0], cause, still[1:])
+        for rank in self.failed:
+            if isinstance(rank.end, int):
+                return self._failure_of(rank, _how(rank.end), [*_start_hints(rank), *still])
+        for rank in self.failed:
+            if isinstance(rank.end, _Failed) and not rank.end.is_symptom:
+                if rank.end.error is not None:
+                    rank.end.error.add_note(f"found by rank {rank.number}")
+                    return rank.end.error
+                return self._failure_of(rank, f"failed with {rank.end.type_name}: {rank.end.message}", still)
+        return self._unanswered(running, still)
+
+    def _unanswered(self, running: Sequence[_Rank], still: Sequence[str]) -> RankFailed:
+        """All failures are waits in vain. What the first of them waited for is to blame if that still runs alone."""
+        first = self.failed[0]
+        assert isinstance(first.end, _Failed)
+        awaited = first.end.error.waits_for if isinstance(first.end.error, WaitError) else ()
+        suspects = [rank for rank in running if rank.number in awaited] or running
+        if len(suspects) == 1:
+            others = [text for text, rank in zip(still, running, strict=True) if rank is not suspects[0]]
+            return self._failure_of(suspects[0], "did not answer and was ended", [first.end.message, *others])
+        error = RankFailed("\n  ".join([first.end.message, *still]))
+        error.rank, error.action, error.cause = first.number, self._action(first), first.end.message
+        return error
+
+    def _failure_of(self, rank: _Rank, cause: str, more: Sequence[str]) -> RankFailed:
+        return RankFailed.on(rank.number, self._action(rank), cause, more)
 
     def _in_action(self, rank: _Rank) -> str:
         action = self._action(rank)
         return f" in {action}" if action else ""
+
+
+def _start_hints(rank: _Rank) -> list[str]:
+    """For a process that ended before it was a rank."""
+    if rank.ready:
+        return []
+    hints = ["it never started; see its output above or in the log folder"]
+    if rank.end == 1:
+        hints.append("a script that starts ranks must do so under `if __name__ == '__main__':`")
+    return hints
 
 
 def _how(code: int) -> str:

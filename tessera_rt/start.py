@@ -57,7 +57,9 @@ def prepare(config: TrainConfig, *, measure: Measure = profile_costs, say: Say =
         return tables[policy]
 
     if section.costs in ("measured", "roofline"):
-        costs(Recompute.NONE if section.recompute == "auto" else Recompute(section.recompute))  # not within planning time
+        costs(
+            Recompute.NONE if section.recompute == "auto" else Recompute(section.recompute)
+        )  # not within planning time
         plan = make_plan(config, costs)
         return Prepared(plan=plan, costs=costs(plan.workload.recompute))
     table = cost_file(config)

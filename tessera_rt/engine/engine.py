@@ -119,6 +119,7 @@ class Engine:
             self._runtime.mail,
             overlap=overlap,
             note=self.reporter.arrive,
+            blank=self._blank,
         )
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -249,6 +250,9 @@ class Engine:
             }
             for microbatch in microbatches
         ]
+
+    def _blank(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(self.model.boundary_shape((tokens.shape[0], tokens.shape[1])), dtype=self.dtype)
 
     def _random_key(self, microbatch: int) -> int:
         text = f"{self.seed}/{self.steps_done}/{self.groups.dp_i}/{self.groups.ep_i}/{microbatch}"

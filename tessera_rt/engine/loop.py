@@ -44,7 +44,8 @@ class Driver:
     """Runs the actions of one pipeline rank over its stages.
 
     ``overlap`` off: the parts of an overlap action run one after the other, in canonical task order. ``note`` is called
-    with each action before it starts (for failure reports).
+    with each action before it starts (for failure reports). ``blank`` makes zeros in the shape of the value between
+    stages from a micro-batch's tokens.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Driver:
         *,
         overlap: bool,
         note: Callable[[str], None],
+        blank: Callable[[Tensor], Tensor],
     ) -> None:
         self.plan = plan
         self.spec = spec
@@ -65,6 +67,7 @@ class Driver:
         self.mail = mail
         self.overlap = overlap
         self.note = note
+        self.blank = blank
         self._local: dict[tuple[Pass, int, int], Tensor] = {}
         self._orders: dict[str, tuple[str, ...]] = {}
 
@@ -105,7 +108,7 @@ class Driver:
                 running[letter] = _Running(self._start(part, letter, names_of[letter], given, train=train))
             running[letter].advance(name)
             if running[letter].upcoming is None and letter != Pass.W:
-                self._finish(owner[letter], train=train)
+                self._finish(owner[letter], given, train=train)
 
     def _start(
         self, part: Action, letter: str, names: Sequence[str], given: Sequence[Mapping[str, Any]], *, train: bool
@@ -122,7 +125,7 @@ class Driver:
         """A pass over a chunk without items: input becomes output."""
         for _ in self._start(part, letter, (), given, train=train):
             raise AssertionError("an empty chunk has no tasks")
-        self._finish(part, train=train)
+        self._finish(part, given, train=train)
 
     def _input(self, pass_: Pass, part: Action) -> Tensor | None:
         """The pass's input: from a stage of this rank, by message, or None at the ends of the model."""
@@ -134,18 +137,17 @@ class Driver:
             return self._local.pop((pass_, part.stage, part.microbatch))
         return self.mail.receive(Message(source, self.rank, pass_, part.stage, part.microbatch))
 
-    def _finish(self, part: Action, *, train: bool) -> None:
+    def _finish(self, part: Action, given: Sequence[Mapping[str, Any]], *, train: bool) -> None:
         """Hand the finished pass's output to the next stage at once."""
         stage = self.stages[part.stage]
         forward = part.kind is ActionKind.F
-        if forward and part.stage == len(self.plan.stages) - 1:
-            value = None
-        else:
-            value = stage.output(part.microbatch) if forward else stage.input_gradient(part.microbatch)
+        value = stage.output(part.microbatch) if forward else stage.input_gradient(part.microbatch)
         if forward and not train:
             stage.close_evaluation(part.microbatch)
-        if value is None:
+        if part.stage == (len(self.plan.stages) - 1 if forward else 0):
             return
+        if value is None:  # nothing flows before the embedding and behind the head, but an empty stage there expects it
+            value = self.blank(given[part.microbatch]["tokens"])
         message = output_of(self.plan, part)
         if message is not None:
             self.mail.send(message, value)

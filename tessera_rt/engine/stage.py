@@ -115,10 +115,9 @@ class StageRunner:
             self._forward_task(self._step_at[Pass.F, name], name, state)
         self._collect_seeds(state)
 
-    def output(self, microbatch: int) -> Tensor:
-        """What the finished forward hands to the next stage [b, s, H]; evaluation ends here."""
-        state = self._states[microbatch]
-        value: Tensor = state.values.pop(self.program.output)
+    def output(self, microbatch: int) -> Tensor | None:
+        """What the finished forward hands on [b, s, H]; None behind the head and before the embedding."""
+        value: Tensor | None = self._states[microbatch].values.pop(self.program.output, None)
         return value
 
     def close_evaluation(self, microbatch: int) -> None:
@@ -140,7 +139,8 @@ class StageRunner:
         if not self.program.input:
             return None
         gradient = self._take_gradient(self.program.input, state)
-        return torch.zeros_like(state.values[self.program.input]) if gradient is None else gradient
+        x = state.values.get(self.program.input)
+        return torch.zeros_like(x) if gradient is None and x is not None else gradient
 
     def weight(self, microbatch: int, order: Sequence[str]) -> Iterator[str]:
         """Weight gradients: yields each name of ``order`` (W tasks), then does that task."""

@@ -63,7 +63,7 @@ def random_run(pp: int, seed: int) -> Run:
     link = Link(latency_ns=draw.choice((0, 30_000)), bytes_per_s=draw.choice((float("inf"), 1e6)))
     costs = random_costs(spec, Workload(tokens=4, context=4), seed=seed, link=link, zero_share=0.1, scale=1000)
     items = len(spec.items)
-    cuts = (0, *sorted(draw.randint(1, items - 1) for _ in range(mesh.stages - 1)), items)
+    cuts = (0, *sorted(draw.randint(0, items) for _ in range(mesh.stages - 1)), items)
     m = draw.randint(1, 7)
     if draw.random() < 0.25:
         plan = simple_plan(

@@ -30,8 +30,8 @@ MODEL_SEED = 3
 
 
 def random_cuts(items: int, stages: int, seed: int) -> tuple[int, ...]:
-    """Unequal cuts; equal neighbours are empty stages (not the first, which embeds, nor the last)."""
-    inner = sorted(random.Random(seed).randint(1, items - 1) for _ in range(stages - 1))
+    """Unequal cuts; equal neighbours are empty stages, at the ends of the model too."""
+    inner = sorted(random.Random(seed).randint(0, items) for _ in range(stages - 1))
     return (0, *inner, items)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py run when they train; apart from launch_entries.py, since importing it takes longer."""
+"""What the ranks of test_launch.py run when they train; apart from launch_entries.py, since it loads slowly."""
 
 from __future__ import annotations
 

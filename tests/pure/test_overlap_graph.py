@@ -69,3 +69,10 @@ def test_without_overlap_every_stage_costs_both_its_passes() -> None:
 def test_too_few_microbatches_for_any_pair_leave_the_graph_empty() -> None:
     assert overlap_graph(template(4, 1, 1)).number_of_edges() == 0
     assert len(cost_edges(template(4, 1, 1))) == 4
+
+
+def test_ranks_whose_warm_up_takes_all_micro_batches_still_cost_something() -> None:
+    """With 5 micro-batches rank 0 of 4 overlaps nothing, rank 3 does."""
+    edges = cost_edges(template(4, 2, 5))
+    assert {edge.rank for edge in edges if edge.overlapped} != {edge.rank for edge in edges}
+    assert {edge.forward for edge in edges} == {edge.backward for edge in edges} == set(range(8))

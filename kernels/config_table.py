@@ -1,0 +1,74 @@
+"""The committed configurations, most specific first: the first row that fits is taken. Fixed before capture, never
+tuned while running. Every row is compiled offline for its targets by tests/cpu/test_kernels_offline.py (no spills,
+shared memory in the limit, tensor-core instructions); none has been ranked on a GPU yet.
+
+Size classes: ``large`` from about 96 rows per expert on, ``small`` below, ``any`` where rows are no multiples of 16
+bytes. Layout: ``plain``, or of a gated product ``halves`` ([gate; up]) or ``interleaved``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOPPER_AND_BLACKWELL = ("sm90", "sm100")
+HALF = ("bfloat16", "float16")
+MINORS = ("3.6", "3.7", "3.8", "3.9")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Blocks and compile options of one kernel. ``slices``: pieces of a tile that an epilogue works on in turn."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    slices: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rule: what it fits, and the configuration. Empty tuples fit everything."""
+
+    kernels: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    loads: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    minors: tuple[str, ...] = ()
+    config: Config
+
+
+def _config(block_m: int, block_n: int, block_k: int, warps: int, stages: int, slices: int = 4) -> Config:
+    return Config(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, slices=slices)
+
+
+ROWS_GEMM = ("forward", "forward_gate", "dgrad")
+WGRAD = ("wgrad_write", "wgrad_accumulate")
+KERNELS = (*ROWS_GEMM, "gate_backward", *WGRAD)
+
+TABLE: tuple[Row, ...] = (
+    # Interpreted: small blocks, so that small inputs have many tiles.
+    Row(kernels=KERNELS, architectures=("interpreter",), config=_config(32, 32, 32, 4, 2)),
+    # Any size: pointers and masks everywhere.
+    Row(kernels=KERNELS, sizes=("any",), config=_config(64, 64, 32, 4, 2)),
+    # fp32 by three tf32 products.
+    Row(kernels=("forward", "dgrad"), dtypes=("float32",), config=_config(64, 64, 32, 4, 3)),
+    Row(kernels=("forward_gate",), dtypes=("float32",), config=_config(64, 32, 32, 4, 3)),
+    Row(kernels=("gate_backward",), dtypes=("float32",), config=_config(64, 64, 32, 4, 3)),
+    Row(kernels=WGRAD, dtypes=("float32",), config=_config(64, 64, 32, 4, 3)),
+    # Few rows per expert.
+    Row(kernels=("forward", "dgrad"), sizes=("small",), config=_config(64, 128, 64, 4, 4)),
+    Row(kernels=("forward_gate",), sizes=("small",), config=_config(64, 64, 64, 4, 4)),
+    Row(kernels=("gate_backward",), sizes=("small",), config=_config(64, 128, 64, 4, 4)),
+    # Many rows per expert.
+    Row(kernels=("forward", "dgrad"), config=_config(128, 256, 64, 8, 3)),
+    Row(kernels=("forward_gate",), layouts=("interleaved",), config=_config(128, 64, 64, 8, 4)),
+    Row(kernels=("forward_gate",), layouts=("plain",), config=_config(128, 256, 64, 8, 3)),
+    Row(kernels=("forward_gate",), config=_config(128, 128, 64, 8, 3)),
+    Row(kernels=("gate_backward",), config=_config(128, 128, 64, 8, 4)),
+    Row(kernels=WGRAD, config=_config(128, 256, 64, 8, 3)),
+)

@@ -1,0 +1,113 @@
+"""Choosing a configuration from the committed table, and the table's fingerprint for the plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import torch
+import triton
+from torch import Tensor
+
+from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.budget import architecture
+from tessera_rt.kernels.config_table import HALF, KERNELS, MINORS, TABLE, Config
+from tessera_rt.kernels.options import Gate
+
+LARGE_FROM = 96  # mean rows per expert from which 128-row tiles are used; from tile quantisation, not measured
+TENSOR_CORE_ARCHITECTURES = ("sm90", "sm100", "interpreter")  # with TMA; others take the any-size class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a configuration depends on. All of it is known on the host, so a plan can name it before capture."""
+
+    kernel: str
+    dtype: str
+    size: str  # large | small | any
+    layout: str = "plain"  # plain | halves | interleaved
+    load: str = "tma"  # tma | gather
+    architecture: str
+    minor: str  # Triton's
+
+
+def triton_minor() -> str:
+    """Triton's version as the table knows it: newer ones count as the newest known, with a warning."""
+    major, minor = triton.__version__.split(".")[:2]
+    version = f"{major}.{minor}"
+    if version in MINORS:
+        return version
+    newest = MINORS[-1]
+    if (int(major), int(minor)) < tuple(map(int, MINORS[0].split("."))):
+        raise SpecError.of("kernels", [Problem("triton", triton.__version__, f"at least {MINORS[0]}")])
+    warnings.warn(f"Triton {version} is newer than the configuration table; using those of {newest}", stacklevel=2)
+    return newest
+
+
+def config_for(choice: Choice) -> Config:
+    """The first row of the table that fits. Raises SpecError where there is none."""
+    for row in TABLE:
+        fits = (
+            choice.kernel in row.kernels
+            and choice.dtype in (row.dtypes or (choice.dtype,))
+            and choice.size in (row.sizes or (choice.size,))
+            and choice.layout in (row.layouts or (choice.layout,))
+            and choice.load in (row.loads or (choice.load,))
+            and choice.architecture in (row.architectures or (choice.architecture,))
+            and choice.minor in (row.minors or (choice.minor,))
+        )
+        if fits:
+            return row.config
+    raise SpecError.of("kernel configuration", [Problem("choice", choice, "covered by the table")])
+
+
+def choose(
+    kernel: str, x: Tensor, rows: int, experts: int, *, aligned: bool, gather: bool, gate: Gate | None = None
+) -> Choice:
+    """The choice for a call: ``rows`` and ``experts`` are the host's numbers, ``aligned`` that of all row widths."""
+    arch = architecture(x.device)
+    layout = "plain" if gate is None or not gate.gated else "interleaved" if gate.interleaved else "halves"
+    if not aligned or arch not in TENSOR_CORE_ARCHITECTURES:
+        size = "any"
+    else:
+        size = "large" if rows >= LARGE_FROM * experts else "small"
+    return Choice(
+        kernel=kernel,
+        dtype=str(x.dtype).removeprefix("torch."),
+        size=size,
+        layout=layout,
+        load="gather" if gather else "tma",
+        architecture=arch,
+        minor=triton_minor(),
+    )
+
+
+def all_choices(arch: str, minor: str, dtypes: tuple[str, ...] = HALF) -> tuple[Choice, ...]:
+    """Every choice that can occur on an architecture, in a fixed order."""
+    return tuple(
+        Choice(kernel=kernel, dtype=dtype, size=size, layout=layout, load=load, architecture=arch, minor=minor)
+        for kernel, dtype, size, layout, load in product(
+            KERNELS, dtypes, ("large", "small", "any"), ("plain", "halves", "interleaved"), ("tma", "gather")
+        )
+        if layout == "plain" or kernel in ("forward_gate", "gate_backward")
+    )
+
+
+def fingerprint(arch: str, minor: str) -> str:
+    """sha256 over every choice of the architecture with its configuration. A plan holds it: other configurations can
+    give other bits and other times."""
+    table = [[asdict(choice), asdict(config_for(choice))] for choice in all_choices(arch, minor, (*HALF, "float32"))]
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Input precision of products: fp32 by three tf32 products, within a few units of fp32's last place.
+
+    Plain tf32 is used when torch allows it (``torch.set_float32_matmul_precision("high")``).
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

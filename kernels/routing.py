@@ -1,0 +1,197 @@
+"""Routing: choice of experts (forward, backward), placement of the chosen tokens, tile tables of the grouped products.
+
+Everything stays on the device; the host knows only the largest number of rows, T K. Expert id -1 (or any id outside
+0 .. E - 1) means dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.budget import SmBudget, device_budget
+from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
+from tessera_rt.kernels.routing_kernels import (
+    histogram_kernel,
+    offsets_kernel,
+    place_kernel,
+    tile_scan_kernel,
+    tile_table_kernel,
+    topk_backward_kernel,
+    topk_forward_kernel,
+)
+
+BLOCK_T = 4  # tokens per program of the choice; 48 registers at 512 experts
+PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
+BLOCK_MS = (64, 128)  # tile heights of the shipped configurations
+
+
+def topk(
+    logits: Tensor,
+    rule: RouterRule,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    budget: SmBudget | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E], any strides."""
+    experts = _checked_logits(logits, rule)
+    tokens, top_k = logits.shape[0], rule.top_k
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    if tokens == 0:
+        return ids, weights
+    budget = budget or device_budget(logits.device)
+    topk_forward_kernel[(budget.programs(triton.cdiv(tokens, BLOCK_T)),)](
+        logits,
+        None if bias is None else bias.contiguous(),
+        None if mask is None else mask.contiguous().view(torch.int8),
+        ids,
+        weights,
+        tokens,
+        logits.stride(0),
+        logits.stride(1),
+        rule.eps,
+        rule.scale,
+        GROUPS=rule.groups,
+        KEEP=rule.keep_groups,
+        TOP2=rule.group_score == "top2",
+        BY_LOGITS=rule.chooses_by_logits(bias is not None),
+        HAS_BIAS=bias is not None,
+        HAS_MASK=mask is not None,
+        BLOCK_G=triton.next_power_of_2(rule.groups),
+        **_rule_options(rule, experts),
+    )
+    return ids, weights
+
+
+def topk_backward(
+    grad: Tensor, logits: Tensor, ids: Tensor, rule: RouterRule, *, budget: SmBudget | None = None
+) -> Tensor:
+    """``reference.topk_backward``: gradient [T, E] in the logits' dtype for ``grad`` [T, K], any strides."""
+    experts = _checked_logits(logits, rule)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    tokens = logits.shape[0]
+    if tokens == 0:
+        return out
+    budget = budget or device_budget(logits.device)
+    topk_backward_kernel[(budget.programs(triton.cdiv(tokens, BLOCK_T)),)](
+        grad,
+        logits,
+        ids.contiguous(),
+        out,
+        tokens,
+        grad.stride(0),
+        grad.stride(1),
+        logits.stride(0),
+        logits.stride(1),
+        rule.eps,
+        rule.scale,
+        **_rule_options(rule, experts),
+    )
+    return out
+
+
+def place(ids: Tensor, experts: int, *, budget: SmBudget | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.place``: position [T, K], source [T K], offsets [E + 1], int32, of choices ``ids`` [T, K]."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise SpecError.of("place", [Problem("experts", experts, f"from 1 to {MAX_EXPERTS}")])
+    if ids.numel() >= 1 << 31:
+        raise SpecError.of("place", [Problem("tokens x top_k", ids.numel(), "below 2^31")])
+    budget = budget or device_budget(ids.device)
+    total, top_k = ids.numel(), ids.shape[1]
+    position = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    source = torch.empty(total, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    if total == 0:
+        return position, source, offsets.zero_()
+    tiles = triton.cdiv(total, PLACE_BLOCK)
+    before = torch.empty(tiles, experts, dtype=torch.int32, device=ids.device)
+    totals = torch.empty(experts, dtype=torch.int32, device=ids.device)
+    shape = (total, tiles, experts, top_k, ids.stride(0), ids.stride(1))
+    histogram_kernel[(budget.programs(tiles),)](ids, before, *shape, BLOCK=PLACE_BLOCK, BLOCK_E=32, num_warps=4)
+    scan_grid = (budget.programs(triton.cdiv(experts, 32)),)
+    tile_scan_kernel[scan_grid](before, totals, tiles, experts, BLOCK_T=64, BLOCK_E=32, num_warps=4)
+    offsets_kernel[(1,)](totals, offsets, experts, BLOCK_E=triton.next_power_of_2(experts), num_warps=4)
+    place_kernel[(budget.programs(tiles),)](
+        ids, before, offsets, position, source, *shape, BLOCK=PLACE_BLOCK, num_warps=4
+    )
+    return position, source, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class TileTable:
+    """Tiles of ``block_m`` rows: ``entries`` (expert << 16 | number), of which the first ``count`` [1] are filled."""
+
+    block_m: int
+    entries: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows ordered by expert, as the grouped products take them: ``rows`` is the buffer's size, known to the host.
+
+    Rows of expert e are offsets[e] to offsets[e + 1]; those from offsets[E] to ``rows`` belong to nobody.
+    """
+
+    rows: int
+    offsets: Tensor
+    tables: tuple[TileTable, ...]
+
+    @property
+    def experts(self) -> int:
+        return self.offsets.numel() - 1
+
+    def table(self, block_m: int) -> TileTable:
+        """The table of this tile height. Raises SpecError if it was not asked for."""
+        for table in self.tables:
+            if table.block_m == block_m:
+                return table
+        have = ", ".join(str(table.block_m) for table in self.tables)
+        raise SpecError.of("expert rows", [Problem("block_m", block_m, f"one of {have}", "pass it to expert_rows")])
+
+
+def tile_table(offsets: Tensor, rows: int, block_m: int) -> TileTable:
+    """``reference.tile_table`` on the device, for at most ``rows`` rows."""
+    if rows > block_m << 16:
+        raise SpecError.of("tile table", [Problem("rows", rows, f"at most {block_m << 16} with tiles of {block_m}")])
+    experts = offsets.numel() - 1
+    most = triton.cdiv(rows, block_m) + min(experts, rows)
+    entries = torch.empty(most, dtype=torch.int32, device=offsets.device)
+    count = torch.empty(1, dtype=torch.int32, device=offsets.device)
+    block_e = triton.next_power_of_2(experts)
+    tile_table_kernel[(1,)](offsets, entries, count, experts, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4)
+    return TileTable(block_m, entries, count)
+
+
+def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = BLOCK_MS) -> ExpertRows:
+    """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows."""
+    return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m) for block_m in block_ms))
+
+
+def _checked_logits(logits: Tensor, rule: RouterRule) -> int:
+    if logits.dim() != 2:
+        raise SpecError.of("topk", [Problem("logits.shape", tuple(logits.shape), "[tokens, experts]")])
+    rule.check(logits.shape[1])
+    return logits.shape[1]
+
+
+def _rule_options(rule: RouterRule, experts: int) -> dict[str, object]:
+    block_e = triton.next_power_of_2(experts)
+    return {
+        "EXPERTS": experts,
+        "TOP_K": rule.top_k,
+        "SIGMOID": rule.score == "sigmoid",
+        "AFTER_TOPK": rule.softmax_after_topk,
+        "RENORMALIZE": rule.renormalize,
+        "BLOCK_T": BLOCK_T,
+        "BLOCK_E": block_e,
+        "BLOCK_K": triton.next_power_of_2(rule.top_k),
+        "num_warps": 4,
+    }
