@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from tessera_rt.kernels.rows_gemm_kernels import strided_block
 from tessera_rt.kernels.tile_loop import halves_of_columns, write_trace
+from tessera_rt.kernels.work import Work, launch_metadata, wgrad_work
+
+
+def _work(args: Mapping[str, Any]) -> Work:
+    out = args["out"]
+    return wgrad_work(
+        rows=args["ROWS"],
+        experts=args["EXPERTS"],
+        n=args["P"],
+        k=args["Q"],
+        element=args["ELEMENT"],
+        out_element=out.element_size(),
+        accumulate=args["ACCUMULATE"],
+    )
+
+
+def _bias_work(args: Mapping[str, Any]) -> Work:
+    grad, out = args["grad"], args["out"]
+    moved = grad.numel() * grad.element_size() + out.numel() * out.element_size()
+    return Work(grad.numel(), moved)
 
 
 @triton.jit
@@ -36,13 +60,13 @@ def store_slice(out, base, rows, column, P, Q, value, WIDTH: tl.constexpr, ACCUM
     tl.store(place, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_work))
 def wgrad_aligned(
     left, right, out, index, offsets, trace,
-    EXPERTS, P, Q, left_stride, right_stride, divisor,
+    ROWS, EXPERTS, P, Q, left_stride, right_stride, divisor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, TRACE: tl.constexpr,
+    ELEMENT: tl.constexpr, PRECISION: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """out[e] [P, Q] = or += left^T right over the rows of e; ``BLOCK_K`` rows at a time, in order.
 
@@ -66,7 +90,7 @@ def wgrad_aligned(
             x = rows_block(left, rows, end, first, p, index, left_stride, P, divisor, BLOCK_K, BLOCK_M, GATHER_LEFT)
             y = rows_block(right, rows, end, first, q, index, right_stride, Q, divisor, BLOCK_K, BLOCK_N, GATHER_RIGHT)
             acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        base = expert.to(tl.int64) * P * Q
+        base = tl.cast(expert, tl.int64) * P * Q
         out_rows = p + tl.arange(0, BLOCK_M)
         WIDTH: tl.constexpr = BLOCK_N // 4
         a, b = halves_of_columns(acc)
@@ -76,3 +100,62 @@ def wgrad_aligned(
         store_slice(out, base, out_rows, q + WIDTH, P, Q, s1, WIDTH, ACCUMULATE)
         store_slice(out, base, out_rows, q + 2 * WIDTH, P, Q, s2, WIDTH, ACCUMULATE)
         store_slice(out, base, out_rows, q + 3 * WIDTH, P, Q, s3, WIDTH, ACCUMULATE)
+
+
+@triton.jit(launch_metadata=launch_metadata(_work))
+def wgrad_any(
+    left, right, out, index, offsets, trace,
+    ROWS, EXPERTS, P, Q, lr_stride, lp_stride, rr_stride, rq_stride, divisor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ELEMENT: tl.constexpr, PRECISION: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """As ``wgrad_aligned`` for any sizes and strides, by masked pointers."""
+    if TRACE:
+        write_trace(trace)
+    p_tiles = tl.cdiv(P, BLOCK_M)
+    per_expert = p_tiles * tl.cdiv(Q, BLOCK_N)
+    for tile in range(tl.program_id(0), EXPERTS * per_expert, tl.num_programs(0)):
+        expert = tile // per_expert
+        within = tile % per_expert
+        ps = (within % p_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = (within // p_tiles) * BLOCK_N
+        qs = q + tl.arange(0, BLOCK_N)
+        start = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(start, end, BLOCK_K):
+            rows = first + tl.arange(0, BLOCK_K)
+            left_rows = rows
+            right_rows = rows
+            if GATHER_LEFT:
+                left_rows = tl.load(index + rows, mask=rows < end, other=0) // divisor
+            if GATHER_RIGHT:
+                right_rows = tl.load(index + rows, mask=rows < end, other=0) // divisor
+            x = strided_block(left, left_rows, ps, (rows < end)[:, None] & (ps < P)[None, :], lr_stride, lp_stride)
+            y = strided_block(right, right_rows, qs, (rows < end)[:, None] & (qs < Q)[None, :], rr_stride, rq_stride)
+            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        store_slice(out, tl.cast(expert, tl.int64) * P * Q, ps, q, P, Q, acc, BLOCK_N, ACCUMULATE)
+
+
+@triton.jit(launch_metadata=launch_metadata(_bias_work))
+def bias_gradient_kernel(
+    grad, out, offsets, EXPERTS, N, row_stride, column_stride,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """out[e] [N] = or += the sum of the rows of e, BLOCK_R at a time, in order."""
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), EXPERTS * column_tiles, tl.num_programs(0)):
+        expert = tile // column_tiles
+        columns = (tile % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for first in range(start, end, BLOCK_R):
+            rows = first + tl.arange(0, BLOCK_R)
+            mask = (rows < end)[:, None] & (columns < N)[None, :]
+            total += tl.sum(strided_block(grad, rows, columns, mask, row_stride, column_stride).to(tl.float32), axis=0)
+        place = out + tl.cast(expert, tl.int64) * N + columns
+        if ACCUMULATE:
+            total += tl.load(place, mask=columns < N, other=0.0)
+        tl.store(place, total.to(out.dtype.element_ty), mask=columns < N)

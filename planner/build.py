@@ -51,15 +51,17 @@ def build_plan(
 ) -> Plan:
     """The plan of one training step; it has passed ``check_plan``.
 
-    ``template``: 1f1b | interleaved-1f1b | gpipe; None takes 1f1b for one stage a rank, else interleaved-1f1b.
-    ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``: align | fifo.
+    ``template``: a name of ``scheduler.templates.TEMPLATES``; None takes 1f1b for one stage a rank, else
+    interleaved-1f1b. ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``: align | fifo |
+    megatron; a template that prescribes one (megatron-1f1b) overrules it.
 
     ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
     full | auto, where auto takes the least of them that fits; a plain cost table already says which it is for.
 
     ``objective``: step (simulated step time) | t_dom | serial | memory. ``partitioner``: milp | chain-dp (quick).
     ``window``: how far boundaries may move from the balanced partitions, None for anywhere. ``time_limit_s``: for
-    costing pairs and solving; when it is up the best partition so far is taken, and the plan's ``solver`` says so.
+    costing pairs and solving, and as long again for tuning the step; when it is up the best partition so far is taken,
+    and the plan's ``solver`` says so.
     ``solver`` replaces ``scipy.optimize.milp``. ``fixed_bounds`` takes a given partition instead of searching:
     positions 0 = b_0 <= b_1 <= ... = number of items.
 
@@ -88,7 +90,7 @@ def build_plan(
     for policy_costs in tables:
         table = policy_costs()
         _check_costs(model, mesh, table)
-        setting = Setting(model, table, order, limit=memory_limit or 0, method=method)
+        setting = Setting(model, table, order, limit=memory_limit or 0, method=order.interleaving or method)
         if bounds is not None:
             if setting.excess(bounds):
                 if len(tried) + 1 == len(tables):

@@ -97,23 +97,33 @@ def _traced(came_from: npt.NDArray[np.int64]) -> Bounds:
 Key = tuple[float, ...]
 
 
-def improve(bounds: Bounds, key: Callable[[Bounds], Key], *, shortest: int, evaluations: int) -> Bounds:
+def improve(
+    bounds: Bounds,
+    key: Callable[[Bounds], Key],
+    *,
+    shortest: int,
+    evaluations: int,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Bounds:
     """Local search: moves one boundary, or a run of neighbouring ones, by one item while ``key`` falls.
 
     Moving a run carries an item over from one stage to another while all stages between keep their sizes. Stops at a
-    local optimum or after so many evaluations of ``key``: a count, not a time, so that results can be repeated.
+    local optimum or after so many evaluations of ``key`` (a count, so that results can be repeated), at the latest when
+    it is ``out_of_time``.
     """
     best = key(bounds)
     left = evaluations
     improved = True
-    while improved and left > 0:
+    while improved:
         improved = False
         for length in range(1, len(bounds) - 1):
             for first in range(1, len(bounds) - length):
                 for step in (-1, 1):
                     moved = _shifted(bounds, first, length, step, shortest)
-                    if moved is None or left <= 0:
+                    if moved is None:
                         continue
+                    if left <= 0 or out_of_time():
+                        return bounds
                     left -= 1
                     value = key(moved)
                     if value < best:

@@ -13,7 +13,7 @@ Ties go to the partition whose heaviest rank has least to do, then to the least 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,21 @@ class Found:
     alternatives: tuple[tuple[str, int], ...] = ()
 
 
+class _Clock:
+    """A time limit that begins to run when it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, negative once the time is up."""
+        return self._end - time.monotonic()
+
+    def is_up(self) -> bool:
+        return self.left <= 0
+
+
 def search(setting: Setting, start: Bounds, options: Options) -> Found:
     """The best partition for the objective. ``start``: a serial-balanced partition that keeps the memory limit."""
     match options.objective:
@@ -85,7 +100,8 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
         "overlap-balanced": balanced(setting.quick, ranks, setting.memory, setting.limit) or start,
         "t_dom": t_dom.bounds,
     }
-    named["step-tuned"] = _tuned(setting, [bounds for bounds in named.values() if not setting.excess(bounds)])
+    fitting = sorted((bounds for bounds in named.values() if not setting.excess(bounds)), key=setting.step_ns)
+    named["step-tuned"] = _tuned(setting, fitting, _Clock(options.time_limit_s))
     best = min(
         (name for name, bounds in named.items() if not setting.excess(bounds)),
         key=lambda name: (setting.step_ns(named[name]), setting.t_dom(named[name])),
@@ -104,7 +120,7 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
     )
 
 
-def _tuned(setting: Setting, starts: Sequence[Bounds]) -> Bounds:
+def _tuned(setting: Setting, starts: Sequence[Bounds], clock: _Clock) -> Bounds:
     """The fastest in simulation of the local optima of the estimated step near the starts."""
     estimate = StepEstimate(setting)
     distinct = dict.fromkeys(starts)
@@ -114,6 +130,7 @@ def _tuned(setting: Setting, starts: Sequence[Bounds]) -> Bounds:
             lambda moved: (excess, 0) if (excess := setting.excess(moved)) else (0, estimate(moved)),
             shortest=_shortest(setting),
             evaluations=TUNE_ACTIONS // max(1, estimate.actions * len(distinct)),
+            out_of_time=clock.is_up,
         )
         for start in distinct
     }
@@ -125,32 +142,28 @@ def _tuned(setting: Setting, starts: Sequence[Bounds]) -> Bounds:
 
 def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
     """The least T_dom; the chain partition's when the solver runs out of time with nothing to show."""
-    began = time.monotonic()
+    clock = _Clock(options.time_limit_s)
     chain = _chain(setting, start)
     if options.partitioner == "chain-dp":
         return chain
-
-    def left() -> float:
-        return options.time_limit_s - (time.monotonic() - began)
-
     near = [start, chain.bounds]
-    best = _ties_broken(setting, min(near, key=setting.t_dom)) if left() > 0 else chain.bounds
-    result = _milp(setting, [*near, best], chain.bound_ns, options, left)
+    best = _ties_broken(setting, min(near, key=setting.t_dom), _Clock(clock.left / 2))
+    result = _milp(setting, [*near, best], chain.bound_ns, options, clock)
     if result is None:
         status = chain.status if setting.t_dom(best) == setting.t_dom(chain.bounds) else "heuristic"
         return Found(bounds=best, method=_fallback(options), status=status, bound_ns=chain.bound_ns)
     if result.value < setting.t_dom(best):
-        best = _ties_broken(setting, result.bounds)
+        best = _ties_broken(setting, result.bounds, clock)
     bound = min(setting.t_dom(best), max(chain.bound_ns, result.bound))
     return Found(bounds=best, method="milp", status=result.status, bound_ns=bound)
 
 
 def _fallback(options: Options) -> str:
-    return f"chain-dp (milp found nothing in {options.time_limit_s:g} s)"
+    return f"chain-dp and local search (milp found nothing in {options.time_limit_s:g} s)"
 
 
 def _milp(
-    setting: Setting, centers: Sequence[Bounds], at_least: int, options: Options, left: Callable[[], float]
+    setting: Setting, centers: Sequence[Bounds], at_least: int, options: Options, clock: _Clock
 ) -> MilpPartition | None:
     """The program over boundaries near the centers; None if the time is up first."""
     made = edge_costs(
@@ -159,17 +172,17 @@ def _milp(
         setting.pairs,
         at_most=min(map(setting.t_dom, centers)),
         at_least=at_least,
-        out_of_time=lambda: left() <= 0,
+        out_of_time=clock.is_up,
     )
     if made is None:
         return None
     cands, tables = made
     return partition_milp(
-        cands, tables, memory=setting.memory, limit=setting.limit, time_limit_s=left(), solver=options.solver
+        cands, tables, memory=setting.memory, limit=setting.limit, time_limit_s=clock.left, solver=options.solver
     )
 
 
-def _ties_broken(setting: Setting, bounds: Bounds) -> Bounds:
+def _ties_broken(setting: Setting, bounds: Bounds, clock: _Clock) -> Bounds:
     """Among partitions of the same T_dom nearby: least load of the heaviest rank, then least sum of squares."""
     t_dom = setting.t_dom(bounds)
 
@@ -179,7 +192,7 @@ def _ties_broken(setting: Setting, bounds: Bounds) -> Bounds:
             return (excess, least, 0, 0)
         return (excess, setting.t_dom(moved), max(setting.rank_loads(moved)), setting.squares(moved))
 
-    return improve(bounds, key, shortest=_shortest(setting), evaluations=TIE_EVALUATIONS)
+    return improve(bounds, key, shortest=_shortest(setting), evaluations=TIE_EVALUATIONS, out_of_time=clock.is_up)
 
 
 def _chain(setting: Setting, start: Bounds) -> Found:

@@ -112,9 +112,9 @@ class Setting:
         times: list[int] = []
         ranks = self.template.stage_ranks
         for stage, position in enumerate(bounds[1:-1]):
-            if ranks[stage] == ranks[stage + 1] or position == 0:
+            if ranks[stage] == ranks[stage + 1]:
                 times.append(0)
             else:
-                size = self.costs.memory[self.model.items[position - 1].label].output
+                size = self.costs.memory[self.model.items[position - 1].label].output if position else 0
                 times.append(self.costs.link.occupancy_ns(size) + self.costs.link.latency_ns)
         return tuple(times)

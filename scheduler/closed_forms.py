@@ -22,6 +22,16 @@ def interleaved_time(pp: int, vpp: int, microbatches: int, forward: float, backw
     return (microbatches + (pp - 1) / vpp) * (forward + backward)
 
 
+def zb_h1_time(pp: int, vpp: int, microbatches: int, forward: float, inputs: float, weights: float) -> float:
+    """ZB-H1 (``vpp`` 1) and interleaved zero bubble, m >= pp: m (F+I+W) + (pp-1)/vpp max(F, I, F+I-W).
+
+    ``inputs``, ``weights``: the two parts of the backward. Qi et al. 2023 give the last term for W up to F and I.
+    """
+    return microbatches * (forward + inputs + weights) + (pp - 1) / vpp * max(
+        forward, inputs, forward + inputs - weights
+    )
+
+
 def interleaved_bubble(pp: int, vpp: int, microbatches: int) -> float:
     """Idle share of the step: (pp - 1) / (pp - 1 + vpp m); 1F1B with vpp = 1."""
     return (pp - 1) / (pp - 1 + vpp * microbatches)

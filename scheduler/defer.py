@@ -1,9 +1,12 @@
-"""+Defer: +Align, and every W that gets in the way of a backbone task is tried elsewhere.
+"""+Defer: list scheduling in which every W that gets in the way of a backbone task is tried elsewhere.
 
 Tessera (OSDI '26, algorithm 1) defers a movable task that would extend the pair's makespan and back-fills it later.
-Whether one would is found by scheduling again: a W that delays a backbone task is taken out, the rest is listed anew, the
-W goes into the best-fitting idle time behind its parent (else to the end), and the deferral stays if the makespan falls.
-Deferring whenever a W delays any backbone task, without that test, was tried and is worse than not deferring at all.
+Whether one would is found by scheduling again: a W that delays a backbone task is taken out, the rest is listed anew,
+the W goes into the best-fitting idle time behind its parent (else to the end), and the deferral stays if the makespan
+falls. Deferring whenever a W delays any backbone task, without that test, is worse than not deferring at all.
+
+Two orders of the backbone are listed and the shorter one is kept: *feed* first starts what soonest gives the other lane
+work, *tail* what has the longest chain behind it. W tasks fill the lane when no backbone task is ready, largest first.
 """
 
 from __future__ import annotations
@@ -14,59 +17,89 @@ from tessera_rt.scheduler.lane_graph import COMM, COMP, LaneGraph
 
 
 def defer_order(lanes: LaneGraph, *, passes: int = 2) -> list[int]:
-    """Positions of the tasks in order. ``passes``: how often all W are looked at (it ends when none helps).
+    """Positions of all tasks in order. ``passes``: how often every W is looked at (fewer when none helps).
 
-    The work is about one list scheduling per W that delays a backbone task: well under a millisecond for a pair of
-    four layers each.
+    Two list schedulings, and one more for every W that delays a backbone task, which is below a millisecond for most
+    pairs of one to four layers each.
     """
-    deferred = [False] * len(lanes)
-    best, makespan = _placed(lanes, deferred)
     bound = lanes.bound()
+    bits = [False] * len(lanes)
+    best: list[int] = []
+    makespan = -1
+    for candidate in (_feed_rank(lanes), _tail_rank(lanes)):
+        order, length = _placed(lanes, candidate, bits)
+        if makespan < 0 or length < makespan:
+            best, makespan, rank = order, length, candidate
+        if makespan == bound:
+            return best
     for _ in range(passes):
         improved = False
         tried: set[int] = set()
         while makespan > bound:
-            task = next((i for i in _delaying(lanes, best, deferred) if i not in tried), None)
+            task = next((i for i in _delaying(lanes, best, bits) if i not in tried), None)
             if task is None:
                 break
             tried.add(task)
-            deferred[task] = not deferred[task]
-            order, length = _placed(lanes, deferred)
+            bits[task] = not bits[task]
+            order, length = _placed(lanes, rank, bits)
             if length < makespan:
                 best, makespan, improved = order, length, True
             else:
-                deferred[task] = not deferred[task]
+                bits[task] = not bits[task]
         if not improved:
             break
     return best
 
 
+def _feed_rank(lanes: LaneGraph) -> list[int]:
+    feeds = [0] * len(lanes)  # from the task's start until the other lane gets work from it; its tail if it never does
+    for i in reversed(range(len(lanes))):
+        others = (0 if lanes.lane[j] != lanes.lane[i] else feeds[j] for j in lanes.followers[i])
+        feeds[i] = lanes.ns[i] + min(others, default=lanes.tail[i])
+    return _rank(lanes, [(feeds[i], -lanes.tail[i]) for i in range(len(lanes))])
+
+
+def _tail_rank(lanes: LaneGraph) -> list[int]:
+    return _rank(lanes, [(-tail, 0) for tail in lanes.tail])
+
+
+def _rank(lanes: LaneGraph, keys: Sequence[tuple[int, int]]) -> list[int]:
+    """Each task's rank: backbone by key, then movable tasks from the largest to the smallest."""
+
+    def key(i: int) -> tuple[bool, tuple[int, int], int]:
+        return (lanes.movable[i], (-lanes.ns[i], 0) if lanes.movable[i] else keys[i], i)
+
+    rank = [0] * len(lanes)
+    for place, i in enumerate(sorted(range(len(lanes)), key=key)):
+        rank[i] = place
+    return rank
+
+
 def _delaying(lanes: LaneGraph, order: Sequence[int], deferred: Sequence[bool]) -> list[int]:
-    """W tasks whose bit may matter: deferred ones, and those that run while the next backbone task waits for the lane."""
+    """W whose bit may matter: the deferred ones, and those that run while the next backbone task waits for the lane."""
     ends = [0] * len(lanes)
     free = [0, 0]
-    waiting: list[int] = []  # W tasks since the last backbone task on COMP
+    since: list[int] = []  # W that were started behind the last backbone task on COMP
     found: list[int] = []
     for i in order:
         lane = lanes.lane[i]
         ready = max((ends[dep] for dep in lanes.deps[i]), default=0)
-        start = max(ready, free[lane])
-        ends[i] = free[lane] = start + lanes.ns[i]
+        ends[i] = free[lane] = max(ready, free[lane]) + lanes.ns[i]
         if lane == COMM:
             continue
         if lanes.movable[i]:
-            waiting.append(i)
+            since.append(i)
             if deferred[i]:
                 found.append(i)
         else:
-            found += [w for w in waiting if ends[w] > ready and not deferred[w]]
-            waiting.clear()
+            found += [w for w in since if ends[w] > ready and not deferred[w]]
+            since.clear()
     return found
 
 
-def _placed(lanes: LaneGraph, deferred: Sequence[bool]) -> tuple[list[int], int]:
-    """Order and makespan with the deferred tasks back-filled."""
-    order, start, end = list_aligned(lanes, deferred)
+def _placed(lanes: LaneGraph, rank: Sequence[int], deferred: Sequence[bool]) -> tuple[list[int], int]:
+    """Order and makespan with the deferred tasks back-filled, the one that is ready last first."""
+    order, start, end = _listed(lanes, rank, deferred)
     late = [i for i in range(len(lanes)) if deferred[i]]
     if late:
         on_comp = [i for i in order if lanes.lane[i] == COMP]
@@ -75,16 +108,14 @@ def _placed(lanes: LaneGraph, deferred: Sequence[bool]) -> tuple[list[int], int]
             place, start[i] = _best_gap(on_comp, start, end, ready[i], lanes.ns[i])
             end[i] = start[i] + lanes.ns[i]
             on_comp.insert(place, i)
-        order += late
-        order.sort(key=lambda i: (start[i], end[i], i))
+        # Tasks of no duration start and end at once: they must stand before what starts when they end.
+        order = sorted(order + late, key=lambda i: (start[i], end[i], i))
     return order, max(end, default=0)
 
 
-def _best_gap(
-    on_comp: Sequence[int], start: Sequence[int], end: Sequence[int], ready: int, ns: int
-) -> tuple[int, int]:
-    """(place in the lane, start) of the smallest idle time that holds a task of ``ns`` from ``ready`` on, else the end."""
-    best = None
+def _best_gap(on_comp: Sequence[int], start: Sequence[int], end: Sequence[int], ready: int, ns: int) -> tuple[int, int]:
+    """(place in the lane, start) of the smallest idle time that holds ``ns`` from ``ready`` on, else of the end."""
+    best: tuple[int, int, int] | None = None
     free = 0
     for place, i in enumerate(on_comp):
         begin = max(free, ready)
@@ -95,73 +126,45 @@ def _best_gap(
     return (len(on_comp), max(free, ready)) if best is None else best[1:]
 
 
-def list_aligned(lanes: LaneGraph, deferred: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
-    """(order, starts, ends) of +Align with the largest W first, without the deferred tasks (their times stay 0)."""
-    ns, lane_of, movable, tail, followers = lanes.ns, lanes.lane, lanes.movable, lanes.tail, lanes.followers
-    count = len(ns)
+def _listed(lanes: LaneGraph, rank: Sequence[int], deferred: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
+    """(order, starts, ends) of event-driven list scheduling by rank, deferred tasks left out (their times stay 0)."""
+    ns, lane_of, followers, key = lanes.ns, lanes.lane, lanes.followers, rank.__getitem__
     missing = [len(deps) for deps in lanes.deps]
-    start, end = [0] * count, [0] * count
-    backbone: tuple[list[int], list[int]] = ([], [])  # ready tasks of each lane
-    weights: tuple[list[int], list[int]] = ([], [])
-    for i in range(count):
-        if not missing[i] and not deferred[i]:
-            (weights if movable[i] else backbone)[lane_of[i]].append(i)
+    start, end = [0] * len(ns), [0] * len(ns)
+    ready: tuple[list[int], list[int]] = ([], [])
+    for i, count in enumerate(missing):
+        if not count and not deferred[i]:
+            ready[lane_of[i]].append(i)
     running = [-1, -1]
     busy_until = [0, 0]
     now = 0
     order: list[int] = []
+
+    def finish(lane: int) -> None:
+        for i in followers[running[lane]]:
+            missing[i] -= 1
+            if not missing[i] and not deferred[i]:
+                ready[lane_of[i]].append(i)
+        running[lane] = -1
+
     while True:
         started = True
         while started:
             started = False
             for lane in (COMM, COMP):
-                ready = backbone[lane] or weights[lane]
-                if running[lane] >= 0 or not ready:
-                    continue
-                if len(ready) == 1:
-                    chosen = ready.pop()
-                else:
-                    window = busy_until[1 - lane] - now if running[1 - lane] >= 0 else 0
-                    chosen = _chosen(ready, window, lanes)
-                    ready.remove(chosen)
-                order.append(chosen)
-                start[chosen] = now
-                end[chosen] = busy_until[lane] = now + ns[chosen]
-                running[lane] = chosen
-                started = True
-                if not ns[chosen]:
-                    _release(chosen, followers, missing, deferred, weights, backbone, movable, lane_of)
-                    running[lane] = -1
+                if running[lane] < 0 and ready[lane]:
+                    chosen = min(ready[lane], key=key)
+                    ready[lane].remove(chosen)
+                    order.append(chosen)
+                    start[chosen] = now
+                    end[chosen] = busy_until[lane] = now + ns[chosen]
+                    running[lane] = chosen
+                    started = True
+                    if not ns[chosen]:
+                        finish(lane)
         if running[COMP] < 0 and running[COMM] < 0:
             return order, start, end
         now = min(busy_until[lane] for lane in (COMP, COMM) if running[lane] >= 0)
         for lane in (COMM, COMP):
             if running[lane] >= 0 and busy_until[lane] == now:
-                _release(running[lane], followers, missing, deferred, weights, backbone, movable, lane_of)
-                running[lane] = -1
-
-
-def _chosen(ready: Sequence[int], window: int, lanes: LaneGraph) -> int:
-    """Backbone by gap-fit (longest remaining chain with the other lane idle); W by size."""
-    ns, tail = lanes.ns, lanes.tail
-    if lanes.movable[ready[0]]:
-        return min(ready, key=lambda i: (-ns[i], i))
-    if window:
-        return min(ready, key=lambda i: (ns[i] > 0, abs(ns[i] - window), -tail[i], i))
-    return min(ready, key=lambda i: (-tail[i], i))
-
-
-def _release(
-    done: int,
-    followers: Sequence[Sequence[int]],
-    missing: list[int],
-    deferred: Sequence[bool],
-    weights: tuple[list[int], list[int]],
-    backbone: tuple[list[int], list[int]],
-    movable: Sequence[bool],
-    lane_of: Sequence[int],
-) -> None:
-    for i in followers[done]:
-        missing[i] -= 1
-        if not missing[i] and not deferred[i]:
-            (weights if movable[i] else backbone)[lane_of[i]].append(i)
+                finish(lane)

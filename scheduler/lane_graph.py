@@ -49,7 +49,7 @@ class LaneGraph:
         return sum(ns for ns, on in zip(self.ns, self.lane, strict=True) if on == lane)
 
     def bound(self) -> int:
-        """As ``graphs.lower_bound``, and sharper: a lane starts with some task's head and ends with some task's tail."""
+        """As ``graphs.lower_bound`` and sharper: a lane starts behind some task's head and ends before some tail."""
         if not self.ns:
             return 0
         head = [0] * len(self)

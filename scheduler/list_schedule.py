@@ -9,7 +9,8 @@ differ in the choice:
   the other lane is still busy, or, with the other lane idle, the task with the longest remaining chain. Movable W tasks
   fill the lane when no backbone task is ready, chosen by the same fit (the largest with the other lane idle).
 
-No choice looks ahead, so ``align`` alone could lose to ``fifo``; ``list_schedule`` returns the better one.
+No choice looks ahead, so ``align`` alone could lose to ``fifo``; ``list_schedule`` returns the better one. A third
+method, ``megatron``, chooses nothing: it takes the order of ``fixed_order.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Callable, Sequence
 
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.plan import Interleaving
+from tessera_rt.scheduler.fixed_order import fixed_order
 from tessera_rt.scheduler.graphs import tails
 from tessera_rt.scheduler.validate import validate
 from tessera_rt.tasks import Resource, TaskGraph
 
-METHODS = ("fifo", "align")
+METHODS = ("fifo", "align", "megatron")
 
 # Arguments: the ready tasks (by position in the graph), for how long the other lane is still busy (0: idle), and for
 # every task since when it has been ready. Result: the one to start.
@@ -30,13 +32,15 @@ _Select = Callable[[Sequence[int], int, Sequence[int]], int]
 
 
 def list_schedule(graph: TaskGraph, key: str, *, method: str = "align", comm_sms: int = 0) -> Interleaving:
-    """The interleaving of ``graph`` by ``method`` (``fifo`` or ``align``), checked by ``validate``.
+    """The interleaving of ``graph`` by ``method`` (``fifo``, ``align`` or ``megatron``), checked by ``validate``.
 
     ``method="align"`` is never longer than ``"fifo"``: the result's ``method`` says which of the two it is. Equal input
     gives equal output. Raises ScheduleError for another method.
     """
     if method not in METHODS:
         raise ScheduleError.of("list schedule", [Problem("method", method, f"one of {', '.join(METHODS)}")])
+    if method == "megatron":
+        return interleaving(fixed_order(graph), graph, key, method="megatron", comm_sms=comm_sms)
     best = interleaving(_list(graph, _fifo), graph, key, method="fifo", comm_sms=comm_sms)
     if method == "align":
         aligned = interleaving(_list(graph, _align(graph)), graph, key, method="align", comm_sms=comm_sms)

@@ -184,7 +184,7 @@ def open_plan(text: str, model: str | None = None, costs: Path | None = None, de
         path = path / PLAN_FILE
     existing_file("plan", path)
     spec = _model_beside(path) if model is None else load_model(model)
-    plan = load_plan(path, model=spec)
+    plan = load_plan(path, model=spec if spec is not None and _is_for(path, spec) else None)
     if spec is None and plan.model in preset_ids():
         spec = load_model(plan.model)
         if spec.fingerprint != plan.fingerprint:  # another model of that name
@@ -192,6 +192,15 @@ def open_plan(text: str, model: str | None = None, costs: Path | None = None, de
     check_plan(plan, spec)
     table, missing = _costs_of(plan, path, spec, costs, device)
     return Opened(plan=plan, path=path, model=spec, costs=table, missing=missing)
+
+
+def _is_for(path: Path, model: ModelSpec) -> bool:
+    """Whether a plan file says that it is for the model: else its task names would only seem to be wrong."""
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, TesseraError):
+        return True  # what is wrong is for load_plan to say
+    return not isinstance(data, dict) or data.get("fingerprint") == model.fingerprint
 
 
 def _model_beside(path: Path) -> ModelSpec | None:

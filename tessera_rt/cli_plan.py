@@ -13,6 +13,7 @@ from tessera_rt.plan_files import save_plan
 from tessera_rt.planner.explain import explain
 from tessera_rt.scheduler.draw import split_table
 from tessera_rt.scheduler.simulate import simulate
+from tessera_rt.scheduler.templates import TEMPLATES
 
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
 Vpp = Annotated[int, typer.Option("--vpp", help="Virtual stages on each pipeline rank.")]
@@ -28,7 +29,7 @@ Context = Annotated[
 ]
 TemplateName = Annotated[
     str | None,
-    typer.Option("--template", help="1f1b, interleaved-1f1b or gpipe.", show_default="1f1b, interleaved with --vpp"),
+    typer.Option("--template", help=f"{', '.join(TEMPLATES)}.", show_default="1f1b, interleaved with --vpp"),
 ]
 Objective = Annotated[str, typer.Option("--objective", help="step, t_dom, serial or memory.")]
 Partitioner = Annotated[str, typer.Option("--partitioner", help="milp, or chain-dp (quick).")]

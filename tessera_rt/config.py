@@ -25,7 +25,9 @@ from tessera_rt.errors import Problem, SpecError
 from tessera_rt.file_checks import StrictModel, problems_of, write_atomically
 from tessera_rt.model_files import load_model, model_from_dict, model_to_yaml
 from tessera_rt.model_spec import ModelSpec
+from tessera_rt.model_validation import nearest
 from tessera_rt.plan import Mesh
+from tessera_rt.scheduler.templates import TEMPLATES
 from tessera_rt.yaml_text import dump_yaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=StrictModel)
@@ -86,7 +88,20 @@ class PlanSection(StrictModel):
     """
 
     file: str = ""
-    template: Literal["1f1b", "interleaved-1f1b", "gpipe"] | None = None
+    template: (
+        Literal[
+            "1f1b",
+            "interleaved-1f1b",
+            "gpipe",
+            "zb-h1",
+            "zb-h2",
+            "zb-v",
+            "interleaved-zb",
+            "dualpipe-v",
+            "megatron-1f1b",
+        ]
+        | None
+    ) = None
     objective: Literal["step", "t_dom", "serial", "memory"] = "step"
     partitioner: Literal["milp", "chain-dp"] = "milp"
     costs: str = "measured"
@@ -327,6 +342,9 @@ def _contradictions(file: _File, model: ModelSpec | None) -> list[Problem]:
         if data.sequence > model.context:
             problems.append(Problem("data.sequence", data.sequence, f"at most {model.context}, the model's context"))
     plan = file.plan
+    if plan.template is not None and plan.template not in TEMPLATES:
+        remedy = nearest(plan.template, TEMPLATES)
+        problems.append(Problem("plan.template", plan.template, f"one of {', '.join(TEMPLATES)}", remedy))
     if plan.file and (others := plan.model_fields_set - {"file", "overlap"}):
         problems.append(Problem("plan.file", plan.file, f"given without {', '.join(sorted(others))}"))
     if file.optimizer.kind == "adamw" and file.optimizer.momentum:

@@ -128,7 +128,7 @@ class Interleaving:
     """Order of the tasks of one action. ``key`` is the action without micro-batches (``Action.key``).
 
     ``starts_ns``: predicted start of each task relative to the action's start; ``makespan_ns``: predicted length;
-    ``comm_sms``: the communication SM budget it was made for; ``method``: fifo | align | given | serial.
+    ``comm_sms``: the communication SM budget it was made for; ``method``: fifo | align | megatron | given | serial.
     """
 
     key: str

@@ -65,8 +65,9 @@ def profile_costs(
     table's is 0, and its notes say so. Raises SpecError for a configuration that cannot be run, TransportError when a
     rank fails.
     """
-    plan = profile_plan(config, recompute)
     _check_steps(steps)
+    check_runnable(config)
+    plan = profile_plan(config, recompute)
     found = run_local(
         profile_rank, plan.mesh.world, (config, plan, steps), timeout_s=config.run.timeout_s, log_dir=log_dir
     )
@@ -80,6 +81,12 @@ def profile_on_ranks(config: TrainConfig, recompute: Recompute = Recompute.NONE,
     found: list[RankSamples | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, profile_rank(config, plan, steps))
     return cost_table(config, plan, [samples for samples in found if samples is not None], steps)
+
+
+def check_runnable(config: TrainConfig) -> None:
+    """Raises SpecError for data or a model that ranks could not use, before any is started."""
+    open_data(config.data, vocab=config.vocab, seed=config.run.seed)
+    HybridModel(config.model, dropout=config.run.dropout)
 
 
 def profile_plan(config: TrainConfig, recompute: Recompute = Recompute.NONE) -> Plan:

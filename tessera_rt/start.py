@@ -20,7 +20,7 @@ from tessera_rt.errors import CostError, Problem, TesseraError
 from tessera_rt.launch import init_from_torchrun, run_local
 from tessera_rt.plan import Plan
 from tessera_rt.plan_files import load_plan
-from tessera_rt.profile import profile_costs, profile_on_ranks
+from tessera_rt.profile import check_runnable, profile_costs, profile_on_ranks
 from tessera_rt.roofline import roofline_costs
 from tessera_rt.train import TrainSummary, check_plan_fits, make_plan, train
 
@@ -99,6 +99,7 @@ def run_training(config: TrainConfig, prepared: Prepared, folder: Path | None = 
 
     It also gets the costs, and the output of all ranks but the first.
     """
+    check_runnable(config)
     folder = folder or run_folder(config)
     _save_costs(prepared, folder)
     found = run_local(

@@ -148,18 +148,12 @@ class Engine:
         return loss, self.gradients.named_gradients()
 
     def evaluate(self, batch: Batch) -> float:
-        """Mean cross-entropy over the batch's valid tokens; forward only, parameters and optimizer untouched."""
+        """Mean cross-entropy over the batch's valid tokens; forward only, no dropout, parameters untouched."""
         microbatches = split_batch(batch, self.plan.microbatches, vocab=self.model.spec.vocab)
         with self._failures("evaluate"):
             tokens = self._begin("eval", microbatches)
             given = self._given(microbatches, tokens)
-            for stage in self.stages.values():
-                stage.chunk.eval()  # no dropout
-            try:
-                self._exchange(microbatches, partial(self._driver.evaluate, given), train=False)
-            finally:
-                for stage in self.stages.values():
-                    stage.chunk.train()
+            self._exchange(microbatches, partial(self._driver.evaluate, given), train=False)
             return self._metrics()[0]
 
     # -- state ------------------------------------------------------------------------------------------------------

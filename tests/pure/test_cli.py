@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan_files import save_plan
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.tasks import Pass, chunk_tasks
-from tessera_rt.testing.plans import TASK_NS, simple_model, simple_plan
+from tessera_rt.testing.costs import moe_model
+from tessera_rt.testing.plans import TASK_NS, simple_plan
 from tessera_rt.timeline_files import save_timeline
 
 SMALL = ("mixtral-8x7b", "--pp", "2", "--vpp", "2", "--ep", "8", "--tokens", "2048", "--partitioner", "chain-dp")
+MODEL = replace(moe_model(4, dense_first=1, shared=True), vocab=256, context=64)
 COMMANDS = ("train", "plan", "check", "simulate", "show", "profile", "models", "doctor")
 
 
@@ -181,9 +184,8 @@ def test_bad_input_is_named(args: Sequence[str], words: str) -> None:
 
 
 def test_costs_from_a_file_and_their_contradictions(tmp_path: Path) -> None:
-    model = simple_model("dmsm")
-    (tmp_path / "model.yaml").write_text(model_to_yaml(model))
-    costs = table_for(model)
+    (tmp_path / "model.yaml").write_text(model_to_yaml(MODEL))
+    costs = table_for(MODEL)
     save_cost_table(costs, tmp_path / "costs.yaml")
     args = ("plan", tmp_path / "model.yaml", "--pp", "2", "--costs", tmp_path / "costs.yaml")
     assert len(parsed(run(*args, "--json"))["rows"]) == 2
@@ -219,7 +221,7 @@ def test_show_plan_with_and_without_its_costs(plan_file: Path, tmp_path: Path) -
     text = run("show", plan_file).stdout
     assert "bottleneck" in text and "F ms" in text and "Overlap edges" in text
     path = tmp_path / "own.yaml"
-    save_plan(simple_plan(simple_model("dmsm"), pp=2), path)
+    save_plan(simple_plan(MODEL, pp=2), path)
     unknown = run("show", path)
     assert unknown.exit_code == OK and "name it with --model" in unknown.stdout
     assert "f_ns" not in parsed(run("show", path, "--json"))["rows"][0]
@@ -249,10 +251,9 @@ def test_simulate_a_model_is_planning_it_first(plan_file: Path) -> None:
 
 
 def test_simulate_needs_costs(tmp_path: Path) -> None:
-    model = simple_model("dmsm")
-    save_plan(simple_plan(model, pp=2), tmp_path / "plan.yaml")
-    (tmp_path / "model.yaml").write_text(model_to_yaml(model))
-    save_cost_table(table_for(model), tmp_path / "own.yaml")
+    save_plan(simple_plan(MODEL, pp=2), tmp_path / "plan.yaml")
+    (tmp_path / "model.yaml").write_text(model_to_yaml(MODEL))
+    save_cost_table(table_for(MODEL), tmp_path / "own.yaml")
     args = ("simulate", tmp_path / "plan.yaml", "--model", tmp_path / "model.yaml")
     result = run(*args)
     assert result.exit_code == BAD_INPUT and "--costs" in result.stderr
@@ -265,19 +266,18 @@ def test_simulate_needs_costs(tmp_path: Path) -> None:
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A run folder made by hand: measured times are twice the planned ones."""
-    model = simple_model("dmsm", vocab=256)
-    plan, costs = simple_plan(model, pp=2), table_for(model)
+    plan, costs = simple_plan(MODEL, pp=2), table_for(MODEL)
     folder = tmp_path / "run"
     folder.mkdir()
     config = config_from_dict(
-        {"model": yaml.safe_load(model_to_yaml(model)), "mesh": {"pp": 2}, "data": {"sequence": 64}}
+        {"model": yaml.safe_load(model_to_yaml(MODEL)), "mesh": {"pp": 2}, "data": {"sequence": 64}}
     )
     save_config(config, folder / "config.yaml")
     save_plan(plan, folder / "plan.yaml")
     save_cost_table(costs, folder / "costs.yaml")
-    doubled = table_for(model, factor=2)
+    doubled = table_for(MODEL, factor=2)
     (folder / "timelines").mkdir()
-    save_timeline(simulate(plan, model, doubled, label="step 2"), folder / "timelines" / "step-000002.json")
+    save_timeline(simulate(plan, MODEL, doubled, label="step 2"), folder / "timelines" / "step-000002.json")
     rows = [
         {"kind": "evaluate", "step": 0, "held_out_loss": 5.5},
         {"kind": "train", "step": 1, "loss": 5.5, "step_ns": 3000, "skipped": False},

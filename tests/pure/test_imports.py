@@ -21,7 +21,6 @@ PACKAGE = "tessera_rt"
 ROOT = Path(__file__).resolve().parents[2]
 
 WORDS = (
-    "config",
     "cost_files",
     "costs",
     "device",
@@ -63,13 +62,14 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "integrations": ("moe", "split", "words"),
     "microbench": ("kernels", "moe", "words"),
     "testing": ("kernels", "words", "split", "moe", "models", "scheduler"),  # and no other group imports it
-    "data": ("words",),
+    "config": ("scheduler", "words"),
+    "data": ("config", "words"),
     "launch": ("engine.watchdog", "words"),
     "checkpoint": ("words",),
     "progress": (),
     PACKAGE: ("words", "scheduler", "planner"),  # tessera_rt/__init__.py, which all may import
 }
-WITHOUT_TORCH = ("words", "scheduler", "planner", PACKAGE)  # anywhere in their files
+WITHOUT_TORCH = ("words", "scheduler", "planner", "config", PACKAGE)  # anywhere in their files
 TORCH = ("torch", "triton")
 
 

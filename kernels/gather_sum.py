@@ -1,0 +1,82 @@
+"""Weighted gather-sum: bringing the experts' rows back to their tokens, its backward, and the router's gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tessera_rt.kernels.gather_sum_kernels import (
+    gather_sum_backward_kernel,
+    gather_sum_kernel,
+    router_weight_gradient_kernel,
+)
+from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, shape_problem
+from tessera_rt.kernels.routing import ExpertRows
+
+BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
+
+
+def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, run: Run = DEFAULT_RUN) -> Tensor:
+    """``reference.gather_sum``: [R, H] (any strides), [T, K] int32, [T, K] fp32 -> [T, H] in the dtype of ``y``.
+
+    Without ``weights`` it sums the rows of each token: the gradient of gathering them. Raises SpecError.
+    """
+    problems = shape_problem("y", y, None, None) + shape_problem("position", position, None, None)
+    if weights is not None:
+        problems += shape_problem("weights", weights, *position.shape)
+    check_tensors("gather_sum", problems, y)
+    tokens, top_k = position.shape
+    out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
+    if out.numel() == 0:
+        return out
+    block_h = min(BLOCK_H, triton.next_power_of_2(y.shape[1]))
+    tasks = triton.cdiv(tokens, BLOCK_T) * triton.cdiv(y.shape[1], block_h)
+    gather_sum_kernel[(run.programs(y.device, tasks),)](
+        y, position.contiguous(), None if weights is None else weights.contiguous(), out,
+        tokens, y.shape[1], *y.stride(),
+        TOP_K=top_k, HAS_WEIGHTS=weights is not None, BLOCK_T=BLOCK_T, BLOCK_H=block_h, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def gather_sum_backward(
+    grad: Tensor,
+    y: Tensor,
+    source: Tensor,
+    rows: ExpertRows,
+    position: Tensor,
+    weights: Tensor,
+    *,
+    run: Run = DEFAULT_RUN,
+) -> tuple[Tensor, Tensor]:
+    """``reference.gather_sum_backward``: (d y [R, H] in the dtype of ``y``, d weights [T, K] fp32); any strides."""
+    problems = shape_problem("grad", grad, position.shape[0], None) + shape_problem("y", y, rows.rows, grad.shape[-1])
+    problems += shape_problem("source", source, rows.rows) + shape_problem("weights", weights, *position.shape)
+    check_tensors("gather_sum_backward", problems, grad, y)
+    d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    d_weights = torch.empty(position.shape, dtype=torch.float32, device=y.device)
+    work = max(rows.rows, position.numel())
+    if work == 0:
+        return d_y, d_weights
+    block_h = min(BLOCK_H, triton.next_power_of_2(max(y.shape[1], 1)))
+    gather_sum_backward_kernel[(run.programs(y.device, triton.cdiv(work, BLOCK_T)),)](
+        grad, y, weights.contiguous(), position.contiguous(), source, rows.offsets[-1:], d_y, d_weights,
+        rows.rows, position.numel(), y.shape[1], max(position.shape[1], 1), *grad.stride(), *y.stride(),
+        BLOCK_R=BLOCK_T, BLOCK_H=block_h, num_warps=WARPS,
+    )  # fmt: skip
+    return d_y, d_weights
+
+
+def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEFAULT_RUN) -> Tensor:
+    """``reference.router_weight_gradient``: row partials [R, tiles] fp32, position [T, K] -> d weights [T, K] fp32."""
+    out = torch.empty(position.shape, dtype=torch.float32, device=position.device)
+    if out.numel() == 0:
+        return out
+    column_tiles = partials.shape[1]
+    block_n = min(16, triton.next_power_of_2(max(column_tiles, 1)))
+    router_weight_gradient_kernel[(run.programs(out.device, triton.cdiv(out.numel(), 128)),)](
+        partials.contiguous(), position.contiguous(), out, out.numel(), column_tiles,
+        BLOCK=128, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,118 @@
+"""Weight and bias gradients of rows ordered by expert, added to fp32 main gradients or written in any dtype.
+
+The gradient contract: with ``accumulate`` the result is added in place to an fp32 buffer of the parameter's shape;
+without, every element of ``out`` is written, exact zeros for experts without rows, rounded once from fp32 to its dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tessera_rt.errors import Problem
+from tessera_rt.kernels.configs import choose, config_for, precision
+from tessera_rt.kernels.descriptors import ragged, width_is_aligned
+from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, launch_options, readable, shape_problem
+from tessera_rt.kernels.routing import ExpertRows
+from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
+
+
+def wgrad(
+    grad: Tensor,
+    x: Tensor,
+    rows: ExpertRows,
+    out: Tensor,
+    *,
+    accumulate: bool,
+    index: Tensor | None = None,
+    divisor: int = 1,
+    gather_grad: bool = False,
+    gather_x: bool = False,
+    run: Run = DEFAULT_RUN,
+) -> Tensor:
+    """``reference.wgrad`` into ``out`` [E, N, K] (contiguous, or the transpose of a contiguous [E, K, N]); returns it.
+
+    ``grad`` [R, N] and ``x`` [R, K]; a gathered one is [T, .] and read at index[r] // divisor. The sum over an
+    expert's rows runs in their order, in blocks fixed by the configuration. Raises SpecError.
+    """
+    if out.dim() == 3 and not out.is_contiguous() and out.mT.is_contiguous():
+        wgrad(
+            x, grad, rows, out.mT, accumulate=accumulate, index=index, divisor=divisor,
+            gather_grad=gather_x, gather_x=gather_grad, run=run,
+        )  # fmt: skip
+        return out
+    gathers = gather_grad or gather_x
+    problems = shape_problem("grad", grad, None if gather_grad else rows.rows, None)
+    problems += shape_problem("x", x, None if gather_x else rows.rows, None)
+    if gathers and (index is None or index.numel() != rows.rows):
+        problems.append(Problem("index", None if index is None else tuple(index.shape), f"[{rows.rows}] to gather by"))
+    if not problems:
+        problems += shape_problem("out", out, rows.experts, grad.shape[1], x.shape[1])
+    if not out.is_contiguous():
+        problems.append(Problem("out.stride", out.stride(), "contiguous, or the transpose of that"))
+    problems += _destination_problems(out, grad, accumulate)
+    check_tensors("wgrad", problems, grad, x)
+    p, q = grad.shape[1], x.shape[1]
+    if out.numel() == 0 or (rows.rows == 0 and accumulate):
+        return out
+    if rows.rows == 0:
+        return out.zero_()
+    aligned = width_is_aligned(p, grad.dtype) and width_is_aligned(q, grad.dtype)
+    kind = "wgrad_accumulate" if accumulate else "wgrad_write"
+    choice = choose(kind, grad, rows.rows, rows.experts, aligned=aligned, gather=gathers)
+    config = run.config or config_for(choice)
+    options: dict[str, object] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GATHER_LEFT": gather_grad,
+        "GATHER_RIGHT": gather_x,
+        "ACCUMULATE": accumulate,
+        "ELEMENT": grad.element_size(),
+        "PRECISION": precision(grad.dtype),
+        "TRACE": run.trace is not None,
+        **launch_options(config),
+    }
+    tasks = rows.experts * triton.cdiv(p, config.block_m) * triton.cdiv(q, config.block_n)
+    grid = (run.programs(grad.device, tasks),)
+    sizes = (rows.rows, rows.experts, p, q)
+    if choice.size == "any":
+        wgrad_any[grid](
+            grad, x, out, index, rows.offsets, run.trace, *sizes, *grad.stride(), *x.stride(), divisor, **options
+        )
+    else:
+        left, right = readable(grad), readable(x)
+        wgrad_aligned[grid](
+            left if gather_grad else ragged(left, [config.block_k, config.block_m]),
+            right if gather_x else ragged(right, [config.block_k, config.block_n]),
+            out, index, rows.offsets, run.trace, *sizes, left.stride(0), right.stride(0), divisor, **options,
+        )  # fmt: skip
+    return out
+
+
+def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bool, run: Run = DEFAULT_RUN) -> Tensor:
+    """``reference.bias_gradient`` into ``out`` [E, N] (contiguous), by the same contract; ``grad`` any strides."""
+    problems = shape_problem("grad", grad, rows.rows, None)
+    if not problems:
+        problems += shape_problem("out", out, rows.experts, grad.shape[1])
+    if not out.is_contiguous():
+        problems.append(Problem("out.stride", out.stride(), "contiguous"))
+    problems += _destination_problems(out, grad, accumulate)
+    check_tensors("bias_gradient", problems, grad)
+    if out.numel() == 0:
+        return out
+    tasks = rows.experts * triton.cdiv(grad.shape[1], 64)
+    bias_gradient_kernel[(run.programs(grad.device, tasks),)](
+        grad, out, rows.offsets, rows.experts, grad.shape[1], *grad.stride(),
+        BLOCK_R=64, BLOCK_N=64, ACCUMULATE=accumulate, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _destination_problems(out: Tensor, grad: Tensor, accumulate: bool) -> list[Problem]:
+    if accumulate and out.dtype != torch.float32:
+        return [Problem("out.dtype", str(out.dtype), "float32 to accumulate into")]
+    if out.dtype not in (torch.float32, grad.dtype):
+        return [Problem("out.dtype", str(out.dtype), f"float32 or {grad.dtype}")]
+    return []
