@@ -96,6 +96,14 @@ def all_choices(arch: str, minor: str, dtypes: tuple[str, ...] = HALF) -> tuple[
     )
 
 
+def tile_heights(arch: str) -> tuple[int, ...]:
+    """Every tile height that the configurations of the rows products have on an architecture."""
+    choices = all_choices(arch, MINORS[-1], (*HALF, "float32"))
+    if arch not in TENSOR_CORE_ARCHITECTURES:
+        choices = tuple(choice for choice in choices if choice.size == "any")
+    return tuple(sorted({config_for(choice).block_m for choice in choices if "wgrad" not in choice.kernel}))
+
+
 def fingerprint(arch: str, minor: str) -> str:
     """sha256 over every choice of the architecture with its configuration. A plan holds it: other configurations can
     give other bits and other times."""

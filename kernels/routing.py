@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.kernels.budget import SmBudget, device_budget
+from tessera_rt.kernels.budget import SmBudget, architecture, device_budget
+from tessera_rt.kernels.configs import tile_heights
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
     histogram_kernel,
@@ -28,7 +29,6 @@ from tessera_rt.kernels.routing_kernels import (
 
 BLOCK_T = 4  # tokens per program of the choice; 48 registers at 512 experts
 PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
-BLOCK_MS = (64, 128)  # tile heights of the shipped configurations
 
 
 def topk(
@@ -125,6 +125,25 @@ def place(ids: Tensor, experts: int, *, budget: SmBudget | None = None) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """Where the chosen tokens of a batch went: position [T, K], source [T K] (both int32), and the rows by expert."""
+
+    position: Tensor
+    source: Tensor
+    rows: ExpertRows
+
+    @property
+    def top_k(self) -> int:
+        return self.position.shape[1]
+
+
+def route_rows(ids: Tensor, experts: int, *, block_ms: Sequence[int] = (), budget: SmBudget | None = None) -> Routed:
+    """``place`` and ``expert_rows`` of choices ``ids`` [T, K] over a buffer of T K rows."""
+    position, source, offsets = place(ids, experts, budget=budget)
+    return Routed(position, source, expert_rows(offsets, ids.numel(), block_ms))
+
+
+@dataclass(frozen=True, slots=True)
 class TileTable:
     """Tiles of ``block_m`` rows: ``entries`` (expert << 16 | number), of which the first ``count`` [1] are filled."""
 
@@ -170,8 +189,10 @@ def tile_table(offsets: Tensor, rows: int, block_m: int) -> TileTable:
     return TileTable(block_m, entries, count)
 
 
-def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = BLOCK_MS) -> ExpertRows:
-    """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows."""
+def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = ()) -> ExpertRows:
+    """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows, by default for every tile height that
+    the configurations of this device have."""
+    block_ms = block_ms or tile_heights(architecture(offsets.device))
     return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m) for block_m in block_ms))
 
 

@@ -29,8 +29,10 @@ from tessera_rt.planner.tables import FORBIDDEN
 
 TIE_EVALUATIONS = 2_000
 """Partitions looked at to break ties: about a second."""
+TUNED_STARTS = 4
+"""Fastest partitions from which the estimated step is searched."""
 TUNE_ACTIONS = 4_000_000
-"""Work of the searches on the estimated step, in actions estimated: some seconds."""
+"""Work of these searches, in actions estimated: some seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +99,12 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
         "equal layers": equal_layers(setting.model, setting.stages),
         "parameter-balanced": parameter_balanced(setting.model, setting.costs, setting.stages),
         "serial-balanced": start,
+        "memory-balanced": memory_balanced(ranks, setting.memory),
         "overlap-balanced": balanced(setting.quick, ranks, setting.memory, setting.limit) or start,
         "t_dom": t_dom.bounds,
     }
     fitting = sorted((bounds for bounds in named.values() if not setting.excess(bounds)), key=setting.step_ns)
-    named["step-tuned"] = _tuned(setting, fitting, _Clock(options.time_limit_s))
+    named["step-tuned"] = _tuned(setting, list(dict.fromkeys(fitting))[:TUNED_STARTS], _Clock(options.time_limit_s))
     best = min(
         (name for name, bounds in named.items() if not setting.excess(bounds)),
         key=lambda name: (setting.step_ns(named[name]), setting.t_dom(named[name])),
@@ -123,16 +126,15 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
 def _tuned(setting: Setting, starts: Sequence[Bounds], clock: _Clock) -> Bounds:
     """The fastest in simulation of the local optima of the estimated step near the starts."""
     estimate = StepEstimate(setting)
-    distinct = dict.fromkeys(starts)
     optima = {
         improve(
             start,
             lambda moved: (excess, 0) if (excess := setting.excess(moved)) else (0, estimate(moved)),
             shortest=_shortest(setting),
-            evaluations=TUNE_ACTIONS // max(1, estimate.actions * len(distinct)),
+            evaluations=TUNE_ACTIONS // max(1, estimate.actions * len(starts)),
             out_of_time=clock.is_up,
         )
-        for start in distinct
+        for start in starts
     }
     return min(sorted(optima), key=setting.step_ns)
 

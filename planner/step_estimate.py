@@ -16,13 +16,21 @@ from tessera_rt.planner.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass of an action. ``output``: number of what it hands on. ``inputs``: (output it needs, boundary or -1)."""
+
+    stage: int
+    output: int
+    inputs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
-    """One action. ``inputs``: (output waited for, boundary it crosses or -1). ``outputs``: (output, part making it)."""
+    """One action. ``kind``: number of its key."""
 
     rank: int
-    kind: int  # number of its key
-    inputs: tuple[tuple[int, int], ...]
-    outputs: tuple[tuple[int, int], ...]
+    kind: int
+    passes: tuple[_Pass, ...]
 
 
 class StepEstimate:
@@ -42,36 +50,41 @@ class StepEstimate:
     def __call__(self, bounds: Bounds) -> int:
         setting = self.setting
         chunks = ranges(bounds)
+        empty = [p == q for p, q in chunks]
         timing = [setting.pairs.timing(action, chunks) for action in setting.distinct_actions]
         crossing = (*setting.boundary_ns(bounds), 0)  # the last entry, for boundary -1, crosses nothing
         done = [0] * self._outputs
         free = [0] * len(setting.template.actions)
+        last_arrival = 0
         for block in self._blocks:
             start = free[block.rank]
-            for output, boundary in block.inputs:
-                start = max(start, done[output] + crossing[boundary])
+            for part in block.passes:
+                ready = 0
+                for output, boundary in part.inputs:
+                    ready = max(ready, done[output] + crossing[boundary])
+                last_arrival = max(last_arrival, ready)
+                if empty[part.stage]:
+                    done[part.output] = ready  # passed on without waiting for the rank
+                else:
+                    start = max(start, ready)
             length, outputs = timing[block.kind]
             free[block.rank] = start + length
-            for output, part in block.outputs:
-                done[output] = start + outputs[part]
-        return max(free)
+            for part, output_ns in zip(block.passes, outputs, strict=True):
+                if not empty[part.stage]:
+                    done[part.output] = start + output_ns
+        return max(last_arrival, *free)
 
     def _block(self, rank: int, action: Action) -> _Block:
-        last = self.setting.stages - 1
-        inputs: list[tuple[int, int]] = []
-        outputs: list[tuple[int, int]] = []
-        for i, part in enumerate(action.passes):
-            s, m = part.stage, part.microbatch
-            if part.kind is ActionKind.F:
-                outputs.append((self._number(s, m, 0), i))
-                if s > 0:
-                    inputs.append((self._number(s - 1, m, 0), s - 1))
-            elif part.kind in (ActionKind.B, ActionKind.I):
-                outputs.append((self._number(s, m, 1), i))
-                inputs.append((self._number(s, m, 0), -1))
-                if s < last:
-                    inputs.append((self._number(s + 1, m, 1), s))
-        return _Block(rank, self._keys[action.key], tuple(inputs), tuple(outputs))
+        return _Block(rank, self._keys[action.key], tuple(map(self._pass, action.passes)))
+
+    def _pass(self, part: Action) -> _Pass:
+        s, m = part.stage, part.microbatch
+        if part.kind is ActionKind.F:
+            return _Pass(s, self._number(s, m, 0), ((self._number(s - 1, m, 0), s - 1),) if s > 0 else ())
+        own_forward = (self._number(s, m, 0), -1)
+        if s + 1 == self.setting.stages:
+            return _Pass(s, self._number(s, m, 1), (own_forward,))
+        return _Pass(s, self._number(s, m, 1), (own_forward, (self._number(s + 1, m, 1), s)))
 
     def _number(self, stage: int, microbatch: int, backward: int) -> int:
         return 2 * (stage * self.setting.template.microbatches + microbatch) + backward
@@ -86,9 +99,9 @@ def _in_order(rows: Sequence[Sequence[_Block]]) -> list[_Block]:
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while place[rank] < len(row) and all(output in done for output, _ in row[place[rank]].inputs):
+            while place[rank] < len(row) and all(i in done for part in row[place[rank]].passes for i, _ in part.inputs):
                 block = row[place[rank]]
-                done.update(output for output, _ in block.outputs)
+                done.update(part.output for part in block.passes)
                 order.append(block)
                 place[rank] += 1
                 moved = True

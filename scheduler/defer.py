@@ -76,7 +76,10 @@ def _rank(lanes: LaneGraph, keys: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _delaying(lanes: LaneGraph, order: Sequence[int], deferred: Sequence[bool]) -> list[int]:
-    """W whose bit may matter: the deferred ones, and those that run while the next backbone task waits for the lane."""
+    """W whose bit may matter: the deferred ones, and those that run while the next backbone task waits for the lane.
+
+    A movable task that others wait for is none of them: it belongs to their chain.
+    """
     ends = [0] * len(lanes)
     free = [0, 0]
     since: list[int] = []  # W that were started behind the last backbone task on COMP
@@ -87,7 +90,7 @@ def _delaying(lanes: LaneGraph, order: Sequence[int], deferred: Sequence[bool]) 
         ends[i] = free[lane] = max(ready, free[lane]) + lanes.ns[i]
         if lane == COMM:
             continue
-        if lanes.movable[i]:
+        if lanes.movable[i] and not lanes.followers[i]:
             since.append(i)
             if deferred[i]:
                 found.append(i)

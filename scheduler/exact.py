@@ -98,7 +98,7 @@ def _search(lanes: LaneGraph, upper: int, max_states: int, time_limit_s: float |
     shift = [len(lanes) + bits * c for c in range(len(space.leaf_ns))]  # a state's key: done tasks, then leaf counts
     most = (1 << bits) - 1
     kept: dict[int, list[Times]] = {}  # by key: times that no others dominate
-    # (bound, -tasks done, -number, key, place, times, ns of the leaves that are not done, way)
+    # (bound, -tasks done without leaves, -number, key, place, times, ns of the leaves that are not done, way)
     queue: list[tuple[int, int, int, int, Place, Times, int, _Link | None]] = [
         (lanes.bound(), 0, 0, 0, space.place(0), (0, 0), leaf_total, None)
     ]
@@ -125,7 +125,9 @@ def _search(lanes: LaneGraph, upper: int, max_states: int, time_limit_s: float |
             least = max(bound, _bound(next_place, next_times, left, free_leaf))
             if least < upper and _keep(kept, next_key, now := tuple(next_times)):
                 number += 1
-                heapq.heappush(queue, (least, depth - 1, -number, next_key, next_place, now, left, (way, task)))
+                heapq.heappush(
+                    queue, (least, depth - (task >= 0), -number, next_key, next_place, now, left, (way, task))
+                )
     return _Found(proven=True, bound_ns=upper, states=states)
 
 

@@ -69,10 +69,12 @@ def simulate_schedule(
     overlap: bool = True,
     contention: float | None = None,
     label: str = "",
+    copies: int = 1,
 ) -> Timeline:
     """The same before there is a Plan: ``stage_ranks[s]`` and items ``bounds[s]`` of every stage, ``actions[r]`` of
-    every rank, one interleaving per action key (not looked at with overlap off)."""
-    program = build_program(stage_ranks, actions, bounds, interleavings, model, costs, overlap=overlap)
+    every rank, one interleaving per action key (not looked at with overlap off). ``copies``: the stages are that many
+    copies of the model one after the other, and each micro-batch goes through one of them."""
+    program = build_program(stage_ranks, actions, bounds, interleavings, model, costs, overlap=overlap, copies=copies)
     _, transfers = run_program(program, _rate(costs, contention))
     spans = tuple(_task_spans(program) + _link_spans(program, transfers))
     return Timeline(label=label, source="simulated", ranks=len(actions), spans=spans)

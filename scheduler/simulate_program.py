@@ -69,11 +69,13 @@ class Edge:
 class Passes:
     """Numbers for the passes of a step: a *pass* is one F or B of one micro-batch on one stage.
 
-    Forwards have even numbers, and the backward of forward n is n + 1.
+    Forwards have even numbers, and the backward of forward n is n + 1. ``copies``: how many times the stages are the
+    whole model one after the other; nothing passes from one copy to the next.
     """
 
     stages: int
     microbatches: int
+    copies: int = 1
 
     def number(self, stage: int, kind: ActionKind, microbatch: int) -> int:
         """-1 for a W, which is no pass of its own."""
@@ -94,14 +96,21 @@ class Passes:
     def next(self, number: int) -> int:
         """The pass that takes this pass's output, or -1."""
         backward = number % 2
-        end = 0 if backward else self.stages - 1
-        return -1 if self.stage(number) == end else number + (-2 if backward else 2) * self.microbatches
+        if self._at_end(number, first=bool(backward)):
+            return -1
+        return number + (-2 if backward else 2) * self.microbatches
 
     def previous(self, number: int) -> int:
         """The pass whose output this pass takes, or -1."""
         backward = number % 2
-        end = self.stages - 1 if backward else 0
-        return -1 if self.stage(number) == end else number + (2 if backward else -2) * self.microbatches
+        if self._at_end(number, first=not backward):
+            return -1
+        return number + (2 if backward else -2) * self.microbatches
+
+    def _at_end(self, number: int, *, first: bool) -> bool:
+        """Whether the pass's stage is the first (else the last) of its copy."""
+        length = self.stages // self.copies
+        return self.stage(number) % length == (0 if first else length - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +135,12 @@ def build_program(
     costs: CostTable,
     *,
     overlap: bool,
+    copies: int = 1,
 ) -> Program:
-    """The arrays of a schedule. Raises ScheduleError with the problems of the lists, CostError for missing costs."""
+    """The arrays of a schedule; ``copies``: see ``Passes``.
+
+    Raises ScheduleError with the problems of the lists, CostError for missing costs.
+    """
     shapes: dict[str, ActionTasks] = {}
     problems = _list_problems(stage_ranks, actions)
     if overlap:
@@ -139,9 +152,8 @@ def build_program(
         ]
     if problems:
         raise ScheduleError.of("schedule", problems)
-    passes = Passes(
-        len(stage_ranks), 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
-    )
+    microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
+    passes = Passes(len(stage_ranks), microbatches, copies)
     runs: list[tuple[ActionRun, ...]] = []
     place: dict[int, tuple[ActionRun, int]] = {}
     edges: dict[tuple[int, int], Edge] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def make_plan(request: PlanRequest) -> Planned:
     model = load_model(request.spec)
     window = _window(request.window)
     device: DeviceSpec | None = None
-    limit = None if request.memory_limit is None else round(request.memory_limit * 2**30)
+    limit = _limit(request.memory_limit)
     table: Costs
     if request.costs is not None:
         table = _given_costs(request, model)
@@ -113,6 +114,15 @@ def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) 
         dtype=request.dtype or "bf16",
     )
     return lambda policy: roofline_costs(model, replace(workload, recompute=policy), device)
+
+
+def _limit(gib: float | None) -> int | None:
+    """Bytes of --memory-limit."""
+    if gib is None:
+        return None
+    if not 0 < gib < math.inf:
+        raise RequestError.of("plan request", [Problem("--memory-limit", gib, "a number of GiB above 0")])
+    return round(gib * 2**30)
 
 
 def _window(text: str) -> int | None:

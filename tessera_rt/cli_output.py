@@ -40,8 +40,11 @@ def exit_code(error: TesseraError) -> int:
 
 
 def report(error: TesseraError) -> None:
-    """The headline and each problem on a line of its own, on stderr; under torchrun by the first rank only."""
-    if os.environ.get("RANK", "0") != "0":
+    """The headline and each problem on a line of its own, on stderr.
+
+    Under torchrun by the first rank only, except for failures that each rank sees differently.
+    """
+    if os.environ.get("RANK", "0") != "0" and not isinstance(error, TransportError):
         return
     lines = [f"error: {error.headline}", *(f"  {problem}" for problem in error.problems)]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]

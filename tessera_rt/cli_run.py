@@ -68,10 +68,8 @@ def train(
     from tessera_rt.start import prepare, run_training, train_under_torchrun
 
     if under_torchrun():
-        import torch.distributed as dist
-
         summary = train_under_torchrun(settings)
-        if dist.get_rank() == 0:
+        if summary is not None:
             print_summary(out, summary)
         return
     prepared = prepare(settings, say=out.print)

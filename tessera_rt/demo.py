@@ -21,6 +21,7 @@ from tessera_rt.cli_output import ms, percent
 from tessera_rt.config import TrainConfig, run_folder
 from tessera_rt.costs import CostTable
 from tessera_rt.emulate import Emulation, emulate_many
+from tessera_rt.errors import Problem, SpecError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Interleaving, Plan
 from tessera_rt.plan_check import check_plan
@@ -62,7 +63,10 @@ class Schedule:
 
 
 def run_demo(config: TrainConfig, out: Console) -> bool:
-    """Everything; whether all checks passed. Raises what planning and running raise."""
+    """Everything; whether all checks passed. Raises SpecError for a plan from a file, and what the stations raise."""
+    if config.plan.file:
+        problem = Problem("plan.file", config.plan.file, "left out", "the demo shows how a plan is made")
+        raise SpecError.of("demo", [problem])
     folder = run_folder(config)
     prepared = _plan_stations(config, folder, out)
     summary = _train_station(config, prepared, folder, out)
@@ -96,9 +100,7 @@ def _plan_stations(config: TrainConfig, folder: Path, out: Console) -> Prepared:
     _heading(out, 2, "costs")
     prepared = prepare(config, say=out.print)
     plan, costs = prepared.plan, prepared.costs
-    if costs is None:
-        out.print("the plan comes from a file, so nothing is measured; the demo needs costs: leave out plan.file")
-        raise SystemExit(2)
+    assert costs is not None, "plans from files were refused"
     out.print(cli_tables.cost_table(model, costs))
     for note in costs.provenance.notes:
         out.print(f"  {note}")

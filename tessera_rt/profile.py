@@ -57,7 +57,6 @@ def profile_costs(
     recompute: Recompute = Recompute.NONE,
     *,
     steps: int = STEPS,
-    log_dir: Path | None = None,
 ) -> CostTable:
     """The costs of the configuration's model and mesh, measured by local ranks that are started for it.
 
@@ -68,9 +67,7 @@ def profile_costs(
     _check_steps(steps)
     check_runnable(config)
     plan = profile_plan(config, recompute)
-    found = run_local(
-        profile_rank, plan.mesh.world, (config, plan, steps), timeout_s=config.run.timeout_s, log_dir=log_dir
-    )
+    found = run_local(profile_rank, plan.mesh.world, (config, plan, steps), timeout_s=config.run.timeout_s)
     return cost_table(config, plan, found, steps)
 
 

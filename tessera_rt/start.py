@@ -112,8 +112,11 @@ def run_training(config: TrainConfig, prepared: Prepared, folder: Path | None = 
     return found[0]
 
 
-def train_under_torchrun(config: TrainConfig) -> TrainSummary:
-    """Train on the ranks that torchrun started; costs are measured on them, the first one plans for all."""
+def train_under_torchrun(config: TrainConfig) -> TrainSummary | None:
+    """Train on the ranks that torchrun started; costs are measured on them, the first one plans for all.
+
+    Returns the summary on the first rank, None on the others.
+    """
     init_from_torchrun(timeout_s=config.run.timeout_s)
     measured = None
     if not config.plan.file and config.plan.costs == "measured":
@@ -136,8 +139,9 @@ def train_under_torchrun(config: TrainConfig) -> TrainSummary:
     if dist.get_rank() == 0:
         _save_costs(prepared, folder)
     summary = train(config, prepared.plan, folder)
+    first = dist.get_rank() == 0
     dist.destroy_process_group()
-    return summary
+    return summary if first else None
 
 
 def _save_costs(prepared: Prepared, folder: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tessera_rt.config import TrainConfig, config_from_dict
-from tessera_rt.cost_files import cost_table_from_yaml, cost_table_to_yaml
+from tessera_rt.cli import app
+from tessera_rt.config import TrainConfig, config_from_dict, config_to_yaml
+from tessera_rt.cost_files import cost_table_from_yaml, cost_table_to_yaml, load_cost_table
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.engine.events import Event, EventKind, TaskRef
 from tessera_rt.errors import SpecError
@@ -121,11 +124,17 @@ def test_ranks_that_exist_all_get_the_same_table(pool: WorkerPool, tmp_path: Pat
     assert first.workload.recompute is Recompute.FULL
 
 
-def test_measured_on_ranks_that_are_started_for_it(tmp_path: Path) -> None:
+def test_profile_command_measures_on_ranks_that_it_starts(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, mesh={"pp": 2})
-    table = profile_costs(config, steps=2, log_dir=tmp_path / "logs")
+    (tmp_path / "tiny.yaml").write_text(config_to_yaml(config))
+    target = tmp_path / "costs.yaml"
+    args = ["profile", str(tmp_path / "tiny.yaml"), "-o", str(target), "--steps", "2", "--json"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    table = load_cost_table(target, model=config.model)
     check_table(config, table, ranks=1, steps=2, microbatches=2)
-    assert (tmp_path / "logs" / "rank1.log").is_file()
+    shown = json.loads(result.stdout)
+    assert {row["task"]: row["duration_ns"] for row in shown["rows"]} == {n: c.ns for n, c in table.tasks.items()}
 
 
 def test_data_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -143,6 +144,25 @@ for args in json.loads(sys.argv[1]):
     assert load_plan(path).workload.recompute == "none"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["qwen3-next-80b", "deepseek-v3", "qwen3-235b-a22b", "nemotron-3-super", "gpt-oss-120b"]
+)
+def test_released_models_are_planned_or_told_what_would_fit(model: str, tmp_path: Path) -> None:
+    """Where 4096 tokens do not fit, the number of tokens that the remedy names does."""
+    path = tmp_path / "plan.yaml"
+    args = ["plan", model, "--pp", "8", "--vpp", "2", "--ep", "32", "--microbatches", "64", "--recompute", "auto"]
+    args += ["--device", "h800", "-o", str(path)]
+    result = run(*args, "--tokens", "4096")
+    if result.exit_code == INFEASIBLE:
+        remedy = re.search(r"smallest remedy: (?:.*; or )?about (\d+) instead of 4096 tokens", result.stderr)
+        assert remedy is not None, result.stderr
+        result = run(*args, "--tokens", remedy[1])
+    assert result.exit_code == OK, result.output
+    assert run("check", path).exit_code == OK
+    assert all(0 < memory.peak <= memory.limit == 80_000_000_000 for memory in load_plan(path).memory)
+
+
 def test_infeasible_plan_names_need_limit_and_remedy() -> None:
     result = run("plan", *SMALL, "--memory-limit", "10")
     assert result.exit_code == INFEASIBLE
@@ -168,6 +188,9 @@ def test_bad_requests_list_every_problem_without_traceback() -> None:
         (("plan", "mixtral-8x7b", "--device", "abacus"), "h800"),
         (("plan", "mixtral-8x7b", "--template", "dance"), "one of 1f1b"),
         (("plan", "mixtral-8x7b", "--window", "far"), "or any"),
+        (("plan", "mixtral-8x7b", "--memory-limit", "nan"), "GiB above 0"),
+        (("plan", "mixtral-8x7b", "--tokens", "0"), "workload.tokens"),
+        (("plan", "mixtral-8x7b", "--dtype", "fp3"), "workload.dtype"),
         (("plan", "mixtral-8x7b", "-o", "/nowhere/plan.yaml"), "a folder that exists"),
         (("plan", "mixtral-8x7b", "-o", "plan.txt"), "ends in .yaml"),
         (("plan", "mixtral-8x7b", "--costs", "none.yaml"), "a file that exists"),

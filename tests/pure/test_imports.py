@@ -25,6 +25,7 @@ WORDS = (
     "costs",
     "device",
     "errors",
+    "exports",
     "file_checks",
     "hf_config",
     "hf_families",

@@ -248,10 +248,10 @@ def test_in_flight_of_every_template() -> None:
     known = {
         "zb-h1": (4, 3, 2, 1),
         "zb-h2": (7, 5, 3, 1),
-        "zb-v": (7, 6, 5, 4, 4, 3, 2, 1),
-        "dualpipe-v": (8, 7, 6, 5, 5, 4, 3, 2),
+        "zb-v": (8, 7, 6, 5, 4, 3, 2, 1),
+        "dualpipe-v": (8, 7, 6, 5, 4, 3, 2, 1),
         "interleaved-zb": (8, 7, 6, 5, 4, 3, 2, 1),
-        "megatron-1f1b": (12, 10, 8, 8, 8, 6, 4, 2),
+        "megatron-1f1b": (8, 8, 8, 6, 4, 4, 4, 2),
     }
     found = {name: in_flight(template_of(name, 4, 16, vpp=least_vpp(name))) for name in known}
     assert found == known

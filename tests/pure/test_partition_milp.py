@@ -211,7 +211,7 @@ def test_statuses() -> None:
     for status, error in (("infeasible", PartitionInfeasible), ("failed", PlanError)):
         answer = MilpAnswer(x=None, status=status, message="no reason")
         with pytest.raises(error):
-            partition_milp(cands, costs, solver=lambda *_, answer=answer: answer)  # type: ignore[misc]
+            partition_milp(cands, costs, solver=lambda *_, answer=answer: answer)
 
 
 def test_pruning_drops_what_no_better_partition_uses() -> None:

@@ -168,7 +168,7 @@ def broken(wrong: Callable[[list[Range]], bool], stages: int) -> Callable[[MilpP
         assert found.x is not None
         x = found.x.copy()
         x[list(problem.columns.values())] = 0.0
-        for stage, chunk in enumerate(next(filter(wrong, partitions_of(problem, stages)))):
+        for stage, chunk in enumerate(next(c for c in partitions_of(problem, stages) if wrong(c))):
             x[problem.columns[stage, chunk]] = 1.0
         return replace(found, x=x)
 

@@ -19,13 +19,13 @@ from tessera_rt.testing.random_costs import random_costs
 @settings(max_examples=30)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 2), st.integers(1, 9))
 def test_exact_where_blocks_are_exact(seed: int, pp: int, vpp: int, microbatches: int) -> None:
-    """Compute only, classic order, free messages of any latency: every action is one block for the simulator too."""
+    """Compute only, classic order, no empty stage: every action is one block for the simulator too."""
     model = dense_model(6)
     costs = random_costs(model, seed, link=Link(latency_ns=seed % 30))
     name = "1f1b" if vpp == 1 else "interleaved-1f1b"
     template = build_template(name, pp=pp, vpp=vpp, microbatches=microbatches, joint=False)
     setting = Setting(model, costs, template, limit=0, method="align")
-    bounds = random.Random(seed).choice(all_bounds(len(model.items), pp * vpp, shortest=0))
+    bounds = random.Random(seed).choice(all_bounds(len(model.items), pp * vpp))
     assert StepEstimate(setting)(bounds) == setting.step_ns(bounds)
 
 

@@ -1,0 +1,254 @@
+"""The offline report: every shipped launch compiled for a target, what the compiler made of it, and what breaks a rule.
+
+Run as a program in a process of its own (it must not be interpreting): ``python -m tessera_rt.kernels.inspection
+--target sm90 --out report.json``. ``tessera kernels report`` prints the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.config_table import HALF, Config
+from tessera_rt.kernels.configs import fingerprint, triton_minor
+from tessera_rt.kernels.offline import TARGETS, Compiled, Target, compile_for, target_named
+from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier
+from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
+from tessera_rt.kernels.shipped import Launch, shipped_launches
+
+PARTS = (
+    (HALF, ("large", "small", "any")),
+    (("float32",), ("large", "any")),
+)
+"""Dtypes and size classes that are shipped; fp32 has one aligned configuration for both sizes."""
+LARGE_TILE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """The compiler's result for one key, without the text."""
+
+    registers: int
+    spills: int
+    shared_bytes: int
+    threads: int
+    mma: str
+    mma_count: int
+    tma: int  # TMA loads and stores
+    async_copies: int
+    store_bytes: int
+    scalar_dot: bool
+    unordered_releases: tuple[str, ...]
+    plain_waits: tuple[str, ...]
+    footprint: Footprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One launch of the report."""
+
+    kernel: str
+    model: str
+    dtype: str
+    shape: str
+    size: str
+    load: str
+    config: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    mma: str
+    tma: int
+    store_bytes: int
+    blocks_per_sm: int
+    problems: tuple[str, ...]
+
+
+def code_of(compiled: Compiled) -> Code:
+    """What the report keeps of a compiled kernel."""
+    return Code(
+        registers=compiled.registers,
+        spills=compiled.spills,
+        shared_bytes=compiled.shared_bytes,
+        threads=compiled.threads,
+        mma=compiled.mma,
+        mma_count=compiled.mma_count,
+        tma=compiled.tma_loads + compiled.tma_stores,
+        async_copies=compiled.async_copies,
+        store_bytes=compiled.store_bytes,
+        scalar_dot=compiled.scalar_dot,
+        unordered_releases=tuple(releases_without_barrier(compiled.ptx)),
+        plain_waits=tuple(plain_loads_in_wait_loops(compiled.ptx)),
+        footprint=Footprint.of(compiled),
+    )
+
+
+def problems_of(launch: Launch, code: Code, target: Target) -> tuple[str, ...]:
+    """Rules that the compiled launch breaks; empty for a sound one."""
+    problems = []
+    if code.spills:
+        problems.append(f"{code.spills} spills")
+    if code.shared_bytes > target.shared_per_block:
+        problems.append(f"shared memory {code.shared_bytes} over the limit {target.shared_per_block}")
+    problems += [f"release without a barrier before it: {line}" for line in code.unordered_releases]
+    problems += [f"wait loop: {line}" for line in code.plain_waits]
+    if not launch.is_product:
+        return tuple(problems)
+    if code.scalar_dot:
+        problems.append("a matrix product runs on the plain units")
+    if launch.size == "any":
+        return tuple(problems)
+    wanted = "HGMMA" if target.capability == 90 else "UTCHMMA"
+    if code.mma != wanted:
+        problems.append(f"matrix products by {code.mma or 'nothing'}, not {wanted}")
+    if not code.tma:
+        problems.append("no TMA")
+    if launch.load == "gather" and not code.async_copies:
+        problems.append("gathered rows are not copied asynchronously")
+    if code.store_bytes < 16:
+        problems.append(f"stores of {code.store_bytes} bytes")
+    if launch.size == "large" and launch.dtype in HALF and min(launch.tile) < LARGE_TILE:
+        problems.append(f"tile {launch.tile[0]}x{launch.tile[1]} is below {LARGE_TILE}x{LARGE_TILE}")
+    return tuple(problems)
+
+
+def compile_launches(launches: Iterable[Launch], target: Target, *, workers: int = 1) -> dict[str, Code]:
+    """Code by key. Launches with equal keys are compiled once; ``workers`` processes share the work."""
+    unique = {launch.key: launch for launch in launches}
+    if workers == 1:
+        return {key: _compile(launch, target) for key, launch in unique.items()}
+    selections = [tuple(unique)[part::workers] for part in range(workers)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        parts = pool.map(_compile_selection, [target.name] * workers, selections)
+        return {key: code for part in parts for key, code in part.items()}
+
+
+def all_launches(target: Target) -> list[Launch]:
+    """Everything shipped for a target, under the installed Triton. The kernels that are no products come once."""
+    minor = triton_minor()
+    launches: dict[tuple[str, ...], Launch] = {}
+    for dtypes, sizes in PARTS:
+        for launch in shipped_launches(target.name, minor, dtypes=dtypes, sizes=sizes):
+            name = (launch.kernel, launch.model, launch.dtype, launch.size, launch.load, launch.sizes)
+            launches.setdefault(name, launch)
+    return list(launches.values())
+
+
+def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[Row]:
+    """One row per launch."""
+    rows = []
+    for launch in launches:
+        code = codes[launch.key]
+        rows.append(
+            Row(
+                kernel=launch.kernel,
+                model=launch.model,
+                dtype=launch.dtype,
+                shape=launch.sizes,
+                size=launch.size,
+                load=launch.load,
+                config=config_text(launch.config),
+                registers=code.registers,
+                spills=code.spills,
+                shared_bytes=code.shared_bytes,
+                mma=code.mma,
+                tma=code.tma,
+                store_bytes=code.store_bytes,
+                blocks_per_sm=blocks_per_sm(code.footprint, target),
+                problems=problems_of(launch, code, target),
+            )
+        )
+    return rows
+
+
+def sharing_pairs(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[list[str]]:
+    """Pairs of launches whose blocks fit on one SM together: a product of the large class with any other kernel."""
+    named = {}
+    for launch in launches:
+        label = f"{launch.kernel}/{launch.load} {config_text(launch.config)} {launch.dtype}"
+        named.setdefault((codes[launch.key].footprint, launch.is_product and launch.size == "large"), label)
+    large = [(label, footprint) for (footprint, is_large), label in named.items() if is_large]
+    return [
+        [label, other]
+        for label, footprint in large
+        for (second, _), other in named.items()
+        if can_share(footprint, second, target)
+    ]
+
+
+def config_text(config: Config) -> str:
+    """Blocks, warps, stages in one word; only warps for kernels that are no products."""
+    if not config.block_m:
+        return f"w{config.warps}"
+    text = f"{config.block_m}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
+    return text if config.slices == 4 else f"{text} slices {config.slices}"
+
+
+def source_hash() -> str:
+    """sha256 of the kernels' code (comments and layout left out), with which a committed report is compared."""
+    folder = Path(__file__).parent
+    names = ["activations.py", "config_table.py", "shapes.py", "shipped.py", "tile_loop.py"]
+    files = sorted([*folder.glob("*_kernels.py"), *(folder / name for name in names)])
+    text = "".join(f"{file.name}\n{ast.dump(ast.parse(file.read_text(encoding='utf-8')))}" for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def report(target: Target, *, workers: int = 1) -> dict[str, Any]:
+    """The whole report as plain data. Raises SpecError in a process that interprets kernels."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SpecError.of(
+            "kernels report", [Problem("TRITON_INTERPRET", "1", "unset: interpreted kernels have no code")]
+        )
+    launches = all_launches(target)
+    codes = compile_launches(launches, target, workers=workers)
+    return {
+        "target": target.name,
+        "triton": triton.__version__,
+        "source": source_hash(),
+        "fingerprint": fingerprint(target.name, triton_minor()),
+        "rows": [asdict(row) for row in report_rows(launches, codes, target)],
+        "sharing": sharing_pairs(launches, codes, target),
+    }
+
+
+def _compile(launch: Launch, target: Target) -> Code:
+    return code_of(compile_for(target, launch.function, launch.args, launch.options))
+
+
+def _compile_selection(target_name: str, keys: Sequence[str]) -> dict[str, Code]:
+    """In a worker: builds the launches again, because they hold kernels, which cannot be sent."""
+    target = target_named(target_name)
+    unique = {launch.key: launch for launch in all_launches(target)}
+    return {key: _compile(unique[key], target) for key in keys}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=sorted(TARGETS), required=True)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    result = report(target_named(options.target), workers=options.workers)
+    options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    broken = [row for row in result["rows"] if row["problems"]]
+    for row in broken:
+        print(row["kernel"], row["model"], row["dtype"], row["size"], row["load"], row["config"], row["problems"])
+    print(f"{result['target']} Triton {result['triton']}: {len(result['rows'])} rows, {len(broken)} with problems")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

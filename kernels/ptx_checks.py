@@ -1,0 +1,96 @@
+"""Faults of signalling code that only compiled text shows: the interpreter runs in order and ignores fences.
+
+Both checks read PTX. They are conservative about what they understand: straight-line text between labels and branches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_RELEASE = re.compile(r"\b(?:atom|red|st|fence)\b[\w.:]*\.(?:release|acq_rel)\b")
+_BARRIER = re.compile(r"\bbar(?:rier)?\.(?:cta\.)?(?:red\.)?sync\b")
+_WRITE = re.compile(r"\b(?:st|atom|red)\.(?!shared|param|local)[\w.:]*")
+_LABEL = re.compile(r"^(\$?[\w$]+):")
+_BRANCH = re.compile(r"^(?:@(!?)(%\w+)\s+)?bra(?:\.uni)?\s+(\$?[\w$]+)\s*;")
+_TARGETS = re.compile(r"^(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[\w]+)")
+_LOAD = re.compile(r"\bld\.(?P<how>[\w.:]*).*\[\s*(?P<address>%\w+)")
+
+
+def releases_without_barrier(ptx: str) -> list[str]:
+    """Release operations that may overtake other threads' writes: no CTA barrier stands between them and the last
+    global write (or the start of the kernel). Triton 3.6 to 3.8 put none there by themselves."""
+    found = []
+    lines = _statements(ptx)
+    for number, line in enumerate(lines):
+        if _RELEASE.search(line):
+            for before in reversed(lines[:number]):
+                if _BARRIER.search(before):
+                    break
+                if _WRITE.search(before) or before.startswith(".visible .entry"):
+                    found.append(line)
+                    break
+            else:
+                found.append(line)
+    return found
+
+
+def plain_loads_in_wait_loops(ptx: str) -> list[str]:
+    """Loops that wait for another processor's write by a plain load of a fixed address, or that lost their load
+    altogether (the compiler moved it out): both can spin forever. Polling needs a volatile load or an atomic."""
+    found = []
+    for loop in _loops(_statements(ptx)):
+        written = {register for line in loop.body for register in _written(line)}
+        for line in loop.body:
+            load = _LOAD.search(line)
+            if load and "global" in load["how"]:
+                strong = any(word in load["how"] for word in ("volatile", "acquire", "relaxed", "mmio"))
+                if not strong and load["address"] not in written:
+                    found.append(line)
+        if not _can_end(loop, written):
+            found.append(f"loop {loop.label} has no load that could end it")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    label: str
+    body: Sequence[str]
+    predicate: str  # of the branch back; "" if it is always taken
+
+
+def _loops(lines: Sequence[str]) -> Iterator[_Loop]:
+    labels: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        label = _LABEL.match(line)
+        if label:
+            labels[label[1]] = number
+        branch = _BRANCH.match(line)
+        if branch and branch[3] in labels:
+            yield _Loop(branch[3], lines[labels[branch[3]] : number + 1], branch[2] or "")
+
+
+def _can_end(loop: _Loop, written: set[str]) -> bool:
+    if loop.predicate:
+        return loop.predicate in written
+    inside = {match[1] for line in loop.body if (match := _LABEL.match(line))}
+    exits = [branch for line in loop.body if (branch := _BRANCH.match(line)) and branch[3] not in inside]
+    returns = any(re.search(r"\b(?:ret|exit|trap)\b", line) for line in loop.body)
+    return returns or any(branch[2] is None or branch[2] in written for branch in exits)
+
+
+def _written(line: str) -> list[str]:
+    """Registers a statement writes: its first operand (or the list of them); none for stores and branches."""
+    if re.match(r"^(?:@!?%\w+\s+)?(?:st|bra|bar|red|ret|call)\b", line):
+        return []
+    target = _TARGETS.match(line)
+    both = re.match(r"^(?:@!?%\w+\s+)?setp[\w.:]*\s+(%\w+)\|(%\w+)", line)
+    if both:
+        return [both[1], both[2]]
+    return re.findall(r"%\w+", target[1]) if target else []
+
+
+def _statements(ptx: str) -> list[str]:
+    text = re.sub(r"//[^\n]*", "", ptx)
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith(".loc")]

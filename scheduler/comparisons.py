@@ -1,0 +1,180 @@
+"""Schedules of other systems that can be simulated for comparison, but neither planned nor run (simulate-only).
+
+- ``simulate_dualpipe``: DualPipe, the pipeline run from both ends over two copies of the parameters;
+- ``simulate_chunked``: communication hidden within one micro-batch, as Comet does: each MoE layer's dispatch, experts
+  and combine go in pieces, the pieces of one beside those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tessera_rt.costs import CostTable, TaskCost
+from tessera_rt.errors import Problem, ScheduleError
+from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Action
+from tessera_rt.scheduler.graphs import Bounds, action_graph
+from tessera_rt.scheduler.list_schedule import list_schedule
+from tessera_rt.scheduler.orders_dualpipe import dualpipe
+from tessera_rt.scheduler.simulate import simulate_schedule
+from tessera_rt.scheduler.templates import Template
+from tessera_rt.tasks import Pass, TaskKind, task_name
+from tessera_rt.timeline import Timeline
+
+SIMULATE_ONLY = "simulate-only"
+"""Part of the label of every timeline made here."""
+
+
+def dualpipe_template(pp: int, microbatches: int, *, joint: bool = True) -> Template:
+    """DualPipe's order (``orders_dualpipe.dualpipe``). ``stage_ranks`` lists the stages of the first copy, then those
+    of the second; a stage is 1/pp of the model, and each runs half of the micro-batches.
+
+    It is no template of ``build_template``: a plan has one copy of the parameters. Raises ScheduleError unless pp and
+    the number of micro-batches are even and the latter is at least 2 pp.
+    """
+    problems = [
+        Problem(field, value, f"an even number of at least {least}")
+        for field, value, least in (("pp", pp, 2), ("microbatches", microbatches, 2 * pp))
+        if value % 2 or value < least
+    ]
+    if problems:
+        raise ScheduleError.of("DualPipe", problems)
+    return Template(
+        name="dualpipe",
+        pp=pp,
+        vpp=2,
+        microbatches=microbatches,
+        stage_ranks=(*range(pp), *reversed(range(pp))),
+        actions=tuple(map(tuple, dualpipe(pp, microbatches, joint=joint))),
+        joint=joint,
+        pad="groups",
+        shadows=0,
+    )
+
+
+def simulate_dualpipe(
+    model: ModelSpec,
+    costs: CostTable,
+    bounds: Bounds,
+    *,
+    microbatches: int,
+    joint: bool = True,
+    method: str = "align",
+    contention: float | None = None,
+) -> Timeline:
+    """One step of DualPipe. ``bounds``: items of each of the pp stages, the same in both copies.
+
+    Not charged: memory of the second copy, and adding up the gradients of both. Raises ScheduleError for sizes it
+    cannot have.
+    """
+    template = dualpipe_template(len(bounds), microbatches, joint=joint)
+    both = (*bounds, *bounds)
+    keys = {action.key for row in template.actions for action in row}
+    return simulate_schedule(
+        template.stage_ranks,
+        template.actions,
+        both,
+        {key: list_schedule(action_graph(key, model, costs, both), key, method=method) for key in keys},
+        model,
+        costs,
+        contention=contention,
+        label=f"dualpipe ({SIMULATE_ONLY})",
+        copies=2,
+    )
+
+
+def simulate_chunked(
+    stage_ranks: Sequence[int],
+    actions: Sequence[Sequence[Action]],
+    bounds: Bounds,
+    model: ModelSpec,
+    costs: CostTable,
+    *,
+    chunks: int = 2,
+    mlp_overhead: float = 0.05,
+) -> Timeline:
+    """One step of any order in which passes do not overlap, each MoE layer in ``chunks`` pieces.
+
+    See ``chunked_costs`` for what that is taken to cost. The passes run one after the other.
+    """
+    return simulate_schedule(
+        stage_ranks,
+        actions,
+        bounds,
+        {},
+        model,
+        chunked_costs(model, costs, chunks=chunks, mlp_overhead=mlp_overhead),
+        overlap=False,
+        label=f"chunked x{chunks} ({SIMULATE_ONLY})",
+    )
+
+
+def chunked_costs(model: ModelSpec, costs: CostTable, *, chunks: int = 2, mlp_overhead: float = 0.05) -> CostTable:
+    """Costs under which each MoE layer run alone takes as long as it would in pieces. For simulations only.
+
+    Dispatch, experts and combine (in backward: combine, experts, dispatch) are cut into ``chunks`` equal pieces. Piece
+    i of the experts waits for piece i of the first collective, piece i of the second collective for it; the network
+    takes the pieces of the first collective first. The experts take ``mlp_overhead`` longer in pieces, and contention
+    on top while communication runs. What is left uncovered of a collective remains as its duration.
+
+    Raises ScheduleError for ``chunks`` below 1 or a negative overhead, CostError when the table lacks a task.
+    """
+    problems = []
+    if chunks < 1:
+        problems.append(Problem("chunks", chunks, "at least 1"))
+    if mlp_overhead < 0:
+        problems.append(Problem("mlp_overhead", mlp_overhead, "at least 0", "0.05 = experts 5 % longer in pieces"))
+    if problems:
+        raise ScheduleError.of("chunked overlap", problems)
+    tasks = dict(costs.tasks)
+    for item in model.items:
+        if item.layer is None or not item.layer.is_moe or chunks == 1:
+            continue
+        for pass_, first, second in (
+            (Pass.F, TaskKind.DISP, TaskKind.COMB),
+            (Pass.B, TaskKind.COMB, TaskKind.DISP),
+        ):
+            names = [task_name(pass_, kind, item.label) for kind in (first, TaskKind.MLP, second)]
+            before, experts, after = (tasks[name] for name in names)
+            pieces = _in_pieces(before.ns, round(experts.ns * (1 + mlp_overhead)), after.ns, chunks)
+            hidden = before.ns + after.ns - pieces.before - pieces.after
+            stretched = pieces.experts + round(costs.contention * hidden)
+            found = zip(names, (before, experts, after), (pieces.before, stretched, pieces.after), strict=True)
+            tasks.update((name, _lasting(cost, ns)) for name, cost, ns in found)
+    note = f"MoE layers in {chunks} pieces ({SIMULATE_ONLY}): experts {mlp_overhead:.0%} longer"
+    return replace(
+        costs, tasks=tasks, provenance=replace(costs.provenance, notes=(*costs.provenance.notes, note)), pairs={}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Time (ns) before, within and behind the experts of a layer in pieces; gaps between pieces count as before."""
+
+    before: int
+    experts: int
+    after: int
+
+
+def _in_pieces(before: int, experts: int, after: int, chunks: int) -> _Pieces:
+    network = experts_end = 0
+    arrived: list[int] = []
+    for size in _split(before, chunks):
+        network += size
+        arrived.append(network)
+    done: list[int] = []
+    for ready, size in zip(arrived, _split(experts, chunks), strict=True):
+        experts_end = max(experts_end, ready) + size
+        done.append(experts_end)
+    for ready, size in zip(done, _split(after, chunks), strict=True):
+        network = max(network, ready) + size
+    return _Pieces(experts_end - experts, experts, network - experts_end)
+
+
+def _split(total: int, chunks: int) -> list[int]:
+    return [total * (i + 1) // chunks - total * i // chunks for i in range(chunks)]
+
+
+def _lasting(cost: TaskCost, ns: int) -> TaskCost:
+    return replace(cost, ns=ns)

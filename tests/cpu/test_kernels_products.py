@@ -1,0 +1,386 @@
+"""Grouped products (rows GEMM, gate backward, weight and bias gradient) against the reference in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera_rt.errors import SpecError
+from tessera_rt.kernels import reference
+from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.config_table import Config
+from tessera_rt.kernels.gate_backward import gate_backward
+from tessera_rt.kernels.gather_sum import router_weight_gradient
+from tessera_rt.kernels.operands import Run
+from tessera_rt.kernels.options import NO_GATE, Activation, Gate
+from tessera_rt.kernels.routing import ExpertRows, expert_rows
+from tessera_rt.kernels.rows_gemm import rows_gemm
+from tessera_rt.kernels.wgrad import bias_gradient, wgrad
+from tessera_rt.testing.interpreter import launches, program_order
+from tessera_rt.testing.kernel_checks import assert_near, offsets_of, poisoned_memory
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+COUNTS = [5, 0, 40, 3]  # 48 rows in a buffer of 60: an empty expert, tails, rows of nobody
+ROWS = 60
+HEIGHTS = (16, 32, 64, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GATES = [
+    NO_GATE,
+    Gate(),
+    Gate(interleaved=True),
+    Gate(activation=Activation.SWIGLU_CLAMPED, limit=0.4),
+    Gate(activation=Activation.SWIGLU_OSS, interleaved=True, limit=0.4),
+    Gate(activation=Activation.SWIGLU_OSS, limit=0.4),
+    Gate(activation=Activation.GEGLU),
+    Gate(activation=Activation.GEGLU_TANH),
+    Gate(activation=Activation.RELU2),
+]
+GATE_IDS = [f"{gate.activation.name}{'-interleaved' if gate.interleaved else ''}" for gate in GATES]
+
+
+def _rows(counts: list[int] | None = None, rows: int = ROWS) -> ExpertRows:
+    return expert_rows(offsets_of(COUNTS if counts is None else counts), rows, HEIGHTS)
+
+
+def _draw(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def _poison_tail(x: Tensor, counts: list[int] | None = None) -> Tensor:
+    """Rows that belong to nobody hold NaN: they must not reach any result."""
+    x = x.clone()
+    x[sum(COUNTS if counts is None else counts) :] = torch.nan
+    return x
+
+
+def _strided(kind: str) -> Callable[[Tensor], Tensor]:
+    """The same values in another memory layout."""
+
+    def wide(x: Tensor) -> Tensor:
+        out = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype)
+        out[..., 1:-2] = x
+        return out[..., 1:-2]
+
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "contiguous": lambda x: x,
+        "transposed": lambda x: x.mT.contiguous().mT,
+        "slice": wide,
+        "every-second": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    }
+    return changes[kind]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+def test_forward(gate: Gate, dtype: torch.dtype, n: int, k: int) -> None:
+    columns = 2 * n if gate.gated else n
+    x, weight = _poison_tail(_draw(ROWS, k, dtype=dtype)), _draw(4, columns, k, dtype=dtype, seed=1, scale=k**-0.5)
+    bias = _draw(4, columns, dtype=dtype, seed=2)
+    for biased in (False, True):
+        b = bias if biased else None
+        with poisoned_memory(), launches() as log:
+            out, pre = rows_gemm(x, weight, _rows(), bias=b, gate=gate, save_pre=True)
+        name = "rows_gemm_aligned" if n == 48 else "rows_gemm_any"
+        assert [launch.kernel for launch in log] == [*["tile_table_kernel"] * 4, name, *["zero_tail_kernel"] * 2]
+        assert pre is not None
+        double = None if b is None else b.double()
+        _, want_pre = reference.rows_gemm(x.double(), weight.double(), offsets_of(COUNTS), ROWS, bias=double, gate=gate)
+        assert_near("pre", pre, want_pre)
+        # The activation is that of the rounded product.
+        total = sum(COUNTS)
+        assert_near("out", out[:total], reference.activate(pre[:total].double(), gate))
+        assert not out[total:].any() and not pre[total:].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gate", [NO_GATE, Gate(), Gate(activation=Activation.SWIGLU_OSS, interleaved=True)])
+@pytest.mark.parametrize("n", [48, 14])
+def test_gathered_rows_and_both_weight_layouts(gate: Gate, transposed: bool, n: int) -> None:
+    k, dtype = 40, torch.float32
+    columns = 2 * n if gate.gated else n
+    x, weight = _draw(9, k, dtype=dtype), _draw(4, columns, k, dtype=dtype, seed=1, scale=k**-0.5)
+    if transposed:
+        weight = weight.mT.contiguous().mT
+    index = torch.randint(0, 18, (ROWS,), generator=torch.Generator().manual_seed(3)).int()
+    index[sum(COUNTS) :] = -1
+    out, _ = rows_gemm(x, weight, _rows(), index=index, divisor=2, gate=gate)
+    want, _ = reference.rows_gemm(
+        x.double(), weight.double(), offsets_of(COUNTS), ROWS, index=index, divisor=2, gate=gate
+    )
+    assert_near("out", out, want)
+
+
+def test_only_the_product_is_written_when_asked_and_recomputing_gives_the_same_bits() -> None:
+    x, weight = _draw(ROWS, 48, dtype=torch.bfloat16), _draw(4, 64, 48, dtype=torch.bfloat16, seed=1)
+    gate = Gate()
+    out, pre = rows_gemm(x, weight, _rows(), gate=gate, save_pre=True)
+    nothing, again = rows_gemm(x, weight, _rows(), gate=gate, save_pre=True, write_out=False)
+    alone, none = rows_gemm(x, weight, _rows(), gate=gate)
+    assert pre is not None and again is not None and none is None and nothing.shape == (0, 32)
+    assert torch.equal(pre, again) and torch.equal(out, alone)
+    d_pre, act, _ = gate_backward(out, _draw(4, 32, 32, dtype=torch.bfloat16), pre, _rows(), gate=gate)
+    assert torch.equal(act, out), "the backward's activation has the bits of the forward's"
+    assert d_pre.shape == pre.shape
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice", "every-second"])
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+def test_any_strides_give_the_same_bits(layout: str, n: int, k: int) -> None:
+    change = _strided(layout)
+    x, weight = _draw(ROWS, k, dtype=torch.bfloat16), _draw(4, n, k, dtype=torch.bfloat16, seed=1)
+    grad = _draw(ROWS, n, dtype=torch.bfloat16, seed=2)
+    out, _ = rows_gemm(x, weight, _rows())
+    d_weight = torch.empty(4, n, k)
+    wgrad(grad, x, _rows(), d_weight, accumulate=False)
+    d_bias = torch.empty(4, n)
+    bias_gradient(grad, _rows(), d_bias, accumulate=False)
+    got, _ = rows_gemm(change(x), change(weight), _rows())
+    assert torch.equal(got, out)
+    assert torch.equal(wgrad(change(grad), change(x), _rows(), torch.empty(4, n, k), accumulate=False), d_weight)
+    assert torch.equal(bias_gradient(change(grad), _rows(), torch.empty(4, n), accumulate=False), d_bias)
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+def test_stride_0_gradients(n: int, k: int) -> None:
+    """Case 50: ``sum()`` gives an expanded gradient."""
+    weight, x = _draw(4, n, k, dtype=torch.float32), _draw(ROWS, k, dtype=torch.float32)
+    for grad in (torch.ones(1, 1).expand(ROWS, n), torch.arange(float(n)).expand(ROWS, n)):
+        got, _ = rows_gemm(grad, weight.mT, _rows(), kind="dgrad")
+        want, _ = reference.rows_gemm(grad.double(), weight.mT.double(), offsets_of(COUNTS), ROWS)
+        assert_near("d x", got, want)
+        d_weight = wgrad(grad, x, _rows(), torch.empty(4, n, k), accumulate=False)
+        assert_near("d weight", d_weight, reference.wgrad(grad.double(), x.double(), offsets_of(COUNTS)))
+
+
+@pytest.mark.parametrize("gate", GATES[1:], ids=GATE_IDS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_gate_backward(gate: Gate, dtype: torch.dtype, n: int, k: int, gathered: bool) -> None:
+    columns = 2 * n if gate.gated else n
+    pre, weight = _poison_tail(_draw(ROWS, columns, dtype=dtype)), _draw(4, n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    index = scale = None
+    grad = _poison_tail(_draw(ROWS, k, dtype=dtype, seed=2))
+    if gathered:
+        index = torch.randint(0, 18, (ROWS,), generator=torch.Generator().manual_seed(3)).int()
+        grad, scale = grad[:9], torch.rand(18, generator=torch.Generator().manual_seed(4))
+    with poisoned_memory(), launches() as log:
+        d_pre, act, partials = gate_backward(
+            grad, weight, pre, _rows(), gate=gate, index=index, divisor=2, scale=scale, partials=True
+        )
+    assert ("gate_backward_aligned" if n == 48 else "gate_backward_any") in [launch.kernel for launch in log]
+    want = reference.gate_backward(
+        grad.double(), weight.double(), pre.double(), offsets_of(COUNTS), gate=gate, index=index, divisor=2,
+        scale=None if scale is None else scale.double(),
+    )  # fmt: skip
+    assert_near("d pre", d_pre, want[0])
+    assert_near("activation", act, want[1])
+    assert partials is not None
+    total = sum(COUNTS)
+    assert_near("partials", partials[:total].double().sum(-1), want[2][:total], ratio=1e-5)
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gather", ["", "grad", "x"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradient(n: int, k: int, dtype: torch.dtype, gather: str, transposed: bool) -> None:
+    """Exact zeros for the empty expert, NaN rows of nobody unseen, and the two contracts."""
+    index = torch.randint(0, 18, (ROWS,), generator=torch.Generator().manual_seed(3)).int()
+    index[sum(COUNTS) :] = -1
+    grad = _draw(9 if gather == "grad" else ROWS, n, dtype=dtype)
+    x = _draw(9 if gather == "x" else ROWS, k, dtype=dtype, seed=1)
+    grad, x = (grad if gather == "grad" else _poison_tail(grad)), (x if gather == "x" else _poison_tail(x))
+    options = {"index": index, "divisor": 2, "gather_grad": gather == "grad", "gather_x": gather == "x"}
+    want = reference.wgrad(grad.double(), x.double(), offsets_of(COUNTS), **options)  # type: ignore[arg-type]
+
+    def destination(dtype: torch.dtype, value: float) -> Tensor:
+        made = torch.full((4, k, n) if transposed else (4, n, k), value, dtype=dtype)
+        return made.mT if transposed else made
+
+    for out_dtype in {dtype, torch.float32}:
+        written = destination(out_dtype, torch.nan)
+        with launches() as log:
+            wgrad(grad, x, _rows(), written, accumulate=False, **options)  # type: ignore[arg-type]
+        assert log[-1].kernel == ("wgrad_aligned" if n == 48 else "wgrad_any")
+        assert_near("written", written, want)
+        assert not written[1].any(), "exact zeros for an expert without rows"
+    start = _draw(4, n, k, dtype=torch.float32, seed=5)
+    main = destination(torch.float32, 0.0)
+    main.copy_(start)
+    wgrad(grad, x, _rows(), main, accumulate=True, **options)  # type: ignore[arg-type]
+    assert_near("accumulated", main, start.double() + want, ratio=3e-6)
+    assert torch.equal(main[1], start[1])
+
+
+def test_bias_gradient() -> None:
+    grad = _poison_tail(_draw(ROWS, 37, dtype=torch.bfloat16))
+    want = reference.bias_gradient(grad.double(), offsets_of(COUNTS))
+    out = bias_gradient(grad, _rows(), torch.full((4, 37), torch.nan, dtype=torch.bfloat16), accumulate=False)
+    assert_near("written", out, want)
+    main = bias_gradient(grad, _rows(), torch.ones(4, 37), accumulate=True)
+    assert_near("accumulated", main, want + 1, ratio=1e-6)
+    assert torch.equal(main[1], torch.ones(37))
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0], [1], [0, 7, 1, 13, 0, 11], [129], [0, 0, 200]])
+def test_counts(counts: list[int]) -> None:
+    """Zero rows, one row, all rows to one expert, tails of every length."""
+    rows, experts = sum(counts), len(counts)
+    x, weight = _draw(rows, 40, dtype=torch.float32), _draw(experts, 24, 40, dtype=torch.float32, seed=1)
+    out, _ = rows_gemm(x, weight, _rows(counts, rows))
+    want, _ = reference.rows_gemm(x.double(), weight.double(), offsets_of(counts), rows)
+    assert_near("out", out, want)
+    d_weight = wgrad(out, x, _rows(counts, rows), torch.full((experts, 24, 40), torch.nan), accumulate=False)
+    assert_near("d weight", d_weight, reference.wgrad(out.double(), x.double(), offsets_of(counts)))
+
+
+def _everything(run: Run, rows: ExpertRows, dtype: torch.dtype, sizes: tuple[int, int]) -> list[Tensor]:
+    n, k = sizes
+    gate = Gate()
+    x, weight = _draw(ROWS, k, dtype=dtype), _draw(4, 2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, run=run)
+    assert pre is not None
+    grad = _draw(ROWS, k, dtype=dtype, seed=2)
+    d_pre, act, partials = gate_backward(
+        grad, _draw(4, n, k, dtype=dtype, seed=3), pre, rows, gate=gate, partials=True, zero_tail=True, run=run
+    )
+    assert partials is not None
+    position = torch.arange(48, dtype=torch.int32).view(24, 2)
+    d_weight = wgrad(d_pre, x, rows, torch.ones(4, 2 * n, k), accumulate=True, run=run)
+    d_bias = bias_gradient(d_pre, rows, torch.empty(4, 2 * n), accumulate=False, run=run)
+    return [out, pre, d_pre, act, router_weight_gradient(partials, position, run=run), d_weight, d_bias]
+
+
+@pytest.mark.parametrize("sizes", [(48, 40), (14, 7)], ids=["aligned", "any"])
+def test_bits_do_not_depend_on_grid_and_order(sizes: tuple[int, int]) -> None:
+    rows = _rows()
+    want = _everything(Run(budget=SmBudget(132)), rows, torch.bfloat16, sizes)
+    for sms, order in [(1, "sequential"), (3, "reversed"), (7, "shuffled"), (132, "parallel"), (3, "parallel")]:
+        with program_order(order, seed=sms):
+            got = _everything(Run(budget=SmBudget(sms)), rows, torch.bfloat16, sizes)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (sms, order)
+
+
+@pytest.mark.parametrize("k", [40, 7])
+def test_a_row_has_the_same_bits_under_other_neighbours(k: int) -> None:
+    weight = _draw(3, 40, k, dtype=torch.bfloat16, seed=1)
+    token = _draw(1, k, dtype=torch.bfloat16, seed=2)
+    results = []
+    for seed, counts, place in [(3, [9, 0, 50], 4), (4, [1, 1, 1], 0), (5, [70, 3, 2], 37), (6, [128, 0, 0], 127)]:
+        x = _draw(sum(counts), k, dtype=torch.bfloat16, seed=seed)
+        x[place] = token[0]
+        out, _ = rows_gemm(x, weight, _rows(counts, sum(counts)))
+        results.append(out[place])
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+SHIPPED_BLOCKS = [
+    Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3),
+    Config(block_m=128, block_n=128, block_k=64, warps=8, stages=4, slices=8),
+    Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4),
+]
+
+
+@pytest.mark.parametrize("config", SHIPPED_BLOCKS, ids=lambda config: f"{config.block_m}x{config.block_n}")
+def test_shipped_block_sizes(config: Config) -> None:
+    """The blocks that run on a GPU, at sizes that are no multiples of them; I = 152 is none of 64 or 128."""
+    run = Run(config=config)
+    counts, n, k = [150, 0, 3, 129], 152, 136
+    rows, total = _rows(counts, 300), sum(counts)
+    for gate, transposed in itertools.product(
+        [Gate(), Gate(activation=Activation.SWIGLU_OSS, interleaved=True)], [False, True]
+    ):
+        x, weight = _draw(300, k, dtype=torch.bfloat16), _draw(4, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.1)
+        weight = weight.mT.contiguous().mT if transposed else weight
+        out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, run=run)
+        assert pre is not None
+        want, want_pre = reference.rows_gemm(x.double(), weight.double(), offsets_of(counts), 300, gate=gate)
+        assert_near("pre", pre, want_pre)
+        assert_near("out", out, want)
+        grad, down = (
+            _draw(300, k, dtype=torch.bfloat16, seed=2),
+            _draw(4, n, k, dtype=torch.bfloat16, seed=3, scale=0.1),
+        )
+        d_pre, act, _ = gate_backward(grad, down, pre, rows, gate=gate, run=run)
+        want_d_pre, want_act, _ = reference.gate_backward(
+            grad.double(), down.double(), pre.double(), offsets_of(counts), gate=gate
+        )
+        assert_near("d pre", d_pre, want_d_pre)
+        assert_near("activation", act, want_act)
+        d_weight = wgrad(d_pre, x, rows, torch.zeros(4, 2 * n, k), accumulate=True, run=run)
+        want_d = reference.wgrad(d_pre[:total].double(), x[:total].double(), offsets_of(counts))
+        assert_near("d weight", d_weight, want_d)
+
+
+def test_the_real_grid_can_be_read_back() -> None:
+    trace = torch.full((8, 2), -1, dtype=torch.int32)
+    run = Run(budget=SmBudget(10, 3), trace=trace)
+    weight, x = _draw(4, 96, 40, dtype=torch.bfloat16), _draw(ROWS, 40, dtype=torch.bfloat16)
+    for launch in (
+        lambda: rows_gemm(x, weight, _rows(), run=run),
+        lambda: gate_backward(x, weight, _draw(ROWS, 96, dtype=torch.bfloat16), _rows(), gate=Gate(activation=Activation.RELU2), run=run),
+        lambda: wgrad(x, x, _rows(), torch.zeros(4, 40, 40), accumulate=True, run=run),
+        lambda: rows_gemm(x[:, :7], weight[:, :, :7], _rows(), run=run),
+    ):  # fmt: skip
+        trace.fill_(-1)
+        with launches() as log:
+            launch()
+        grid = max(entry.grid[0] for entry in log if entry.kernel != "zero_tail_kernel")
+        assert grid == 7 and trace[:, 0].tolist() == [*range(7), -1]
+        assert trace[:7, 1].tolist() == list(range(7))
+    with pytest.raises(SpecError, match="trace"):
+        rows_gemm(x, weight, _rows(), run=Run(budget=SmBudget(7), trace=trace[:6]))
+
+
+def test_products_beyond_2_31_elements() -> None:
+    """E N K and the last expert's address beyond 2^31 (case 55): memory that is never touched costs nothing."""
+    experts, n, k = 257, 2896, 2912  # 2.17e9 elements
+    weight = torch.empty(experts, n, k, dtype=torch.bfloat16)
+    weight[-1] = _draw(n, k, dtype=torch.bfloat16)[None]
+    counts = [0] * (experts - 1) + [2]
+    x = _draw(2, k, dtype=torch.bfloat16, seed=1)
+    want = x.double() @ weight[-1].double().mT
+    config = Config(block_m=16, block_n=256, block_k=256, warps=4, stages=2)
+    rows = _rows(counts, 2)
+    aligned, _ = rows_gemm(x, weight, rows, run=Run(config=config))
+    assert_near("aligned", aligned, want)
+    unaligned, _ = rows_gemm(x[:, :2910], weight[:, :, :2910], rows, run=Run(config=config))
+    assert_near("any size", unaligned, x[:, :2910].double() @ weight[-1, :, :2910].double().mT)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"x": torch.zeros(59, 40)}, "x.shape"),
+        ({"x": torch.zeros(60, 39)}, "weight.shape"),
+        ({"weight": torch.zeros(3, 48, 40)}, "weight.shape"),
+        ({"weight": torch.zeros(4, 48, 40, dtype=torch.bfloat16)}, "dtype = 'torch.bfloat16'"),
+        ({"x": torch.zeros(60, 40, dtype=torch.float64)}, "bfloat16, float16 or float32"),
+        ({"bias": torch.zeros(4, 47)}, "bias.shape"),
+        ({"index": torch.zeros(5, dtype=torch.int32)}, "index.shape"),
+        ({"weight": torch.zeros(4, 47, 40), "gate": Gate()}, "even with a gated activation"),
+    ],
+)
+def test_wrong_operands_are_named(change: dict[str, object], field: str) -> None:
+    arguments: dict[str, object] = {"x": torch.zeros(60, 40), "weight": torch.zeros(4, 48, 40), "rows": _rows()}
+    with pytest.raises(SpecError, match=field):
+        rows_gemm(**(arguments | change))  # type: ignore[arg-type]
+
+
+def test_wrong_destinations_are_named() -> None:
+    grad, x = torch.zeros(ROWS, 8, dtype=torch.bfloat16), torch.zeros(ROWS, 16, dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match="float32 to accumulate into"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 8, 16, dtype=torch.bfloat16), accumulate=True)
+    with pytest.raises(SpecError, match="out.shape"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 16, 8), accumulate=True)
+    with pytest.raises(SpecError, match="contiguous"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 8, 32)[:, :, ::2], accumulate=True)
+    with pytest.raises(SpecError, match="to gather by"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, gather_x=True)

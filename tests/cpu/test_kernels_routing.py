@@ -1,0 +1,199 @@
+"""Routing kernels: choice and its backward against the reference, placement and tile tables by invariants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tessera_rt.errors import SpecError
+from tessera_rt.kernels import reference, routing
+from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.options import RouterRule
+from tessera_rt.testing.interpreter import launches, program_order
+from tessera_rt.testing.kernel_checks import assert_near, offsets_of, poisoned_memory, random_ids
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+# (experts, rule, choice bias): the router kinds R1 to R6 of released models, and expert counts that are no power of two
+RULES = {
+    "R1": (128, RouterRule(top_k=8, renormalize=True), False),
+    "R1-plain": (60, RouterRule(top_k=4), False),
+    "R2": (32, RouterRule(top_k=4, softmax_after_topk=True), False),
+    "R3": (
+        256,
+        RouterRule(top_k=8, score="sigmoid", renormalize=True, eps=1e-20, scale=2.5, groups=8, keep_groups=4),
+        True,
+    ),
+    "R4": (24, RouterRule(top_k=3, score="sigmoid", renormalize=True), True),
+    "R5": (160, RouterRule(top_k=6, groups=8, keep_groups=3, group_score="max", scale=16.0), False),
+    "R6": (64, RouterRule(top_k=6, renormalize=True, eps=1e-12), True),
+    "one-of-one": (1, RouterRule(top_k=1), False),
+    "all": (7, RouterRule(top_k=7, score="sigmoid", renormalize=True), False),
+    "groups-of-one": (6, RouterRule(top_k=2, groups=6, keep_groups=3), True),
+}
+
+
+def _logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_topk_and_its_backward(name: str) -> None:
+    experts, rule, biased = RULES[name]
+    logits = _logits(9, experts)
+    bias = _logits(1, experts, 1)[0] * 0.1 if biased else None
+    mask = torch.arange(9) != 4
+    with poisoned_memory(), launches() as log:
+        ids, weights = routing.topk(logits, rule, bias=bias, mask=mask)
+        grad = _logits(9, rule.top_k, 2)
+        d_logits = routing.topk_backward(grad, logits, ids, rule)
+    assert [launch.kernel for launch in log] == ["topk_forward_kernel", "topk_backward_kernel"]
+    want_ids, want_weights = reference.topk(logits, rule, bias=bias, mask=mask)
+    assert torch.equal(ids, want_ids)
+    assert_near("weights", weights, want_weights, ratio=1e-6)
+    want = reference.topk_backward(grad.double(), logits.double(), ids, rule)
+    torch.testing.assert_close(d_logits.double(), want, atol=1e-6 * rule.scale, rtol=1e-4)
+    assert (ids[4] == -1).all() and not weights[4].any() and not d_logits[4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_of_any_strides(dtype: torch.dtype) -> None:
+    rule = RouterRule(top_k=3, renormalize=True)
+    base = _logits(20, 40).to(dtype)
+    for logits in (base.mT, base[::2], base[:, 3:20], base[:1].expand(5, 40)):
+        ids, weights = routing.topk(logits, rule)
+        want_ids, want_weights = reference.topk(logits, rule)
+        assert torch.equal(ids, want_ids)
+        assert_near("weights", weights, want_weights, ratio=1e-6)
+        grad = torch.ones(1, 1).expand(logits.shape[0], 3)
+        got = routing.topk_backward(grad, logits, ids, rule)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, reference.topk_backward(grad, logits, ids, rule), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_odd_values_give_distinct_ids_in_range() -> None:
+    """Case 61: all NaN; all equal; one finite, the rest -inf; +inf twice; and zeros of both signs, mixed NaN."""
+    inf, nan = torch.inf, torch.nan
+    rows = [
+        [nan] * 8, [1.5] * 8, [-inf, -inf, -inf, 2.0, -inf, -inf, -inf, -inf], [0.0, inf, 1.0, inf, 0, 0, 0, 0],
+        [-inf] * 8, [0.0, -0.0] * 4, [1.0, nan, inf, nan, 0, 0, 0, 0], [-nan, 3.0, -nan, 0, 0, 0, 0, 0],
+    ]  # fmt: skip
+    logits = torch.tensor(rows)
+    for rule in (RouterRule(top_k=2), RouterRule(top_k=8), RouterRule(top_k=2, score="sigmoid")):
+        ids, weights = routing.topk(logits, rule)
+        want_ids, want_weights = reference.topk(logits, rule)
+        assert torch.equal(ids, want_ids)
+        assert ((ids >= 0) & (ids < 8)).all() and all(len(set(row)) == len(row) for row in ids.tolist())
+        torch.testing.assert_close(weights, want_weights, equal_nan=True)
+    assert weights[0].isnan().all(), "a weight made from NaN must not look like a number"
+
+
+def test_odd_values_in_groups() -> None:
+    inf, nan = torch.inf, torch.nan
+    rule = RouterRule(top_k=3, groups=4, keep_groups=1)
+    rows = [[nan, 0, 1, 2, 3, 4, 5, 6], [-inf] * 8, [1.0] * 8, [0, 1, inf, 0, 0, 0, -inf, 5]]
+    logits = torch.tensor(rows, dtype=torch.float32)
+    ids, _ = routing.topk(logits, rule, bias=torch.zeros(8))
+    assert torch.equal(ids, reference.topk(logits, rule, bias=torch.zeros(8))[0])
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation() -> None:
+    """Case 59: shape [T, 1]; renormalised weights are exactly 1 and carry no gradient, others do."""
+    logits, grad = _logits(6, 4), torch.ones(6, 1)
+    plain, fixed = RouterRule(top_k=1), RouterRule(top_k=1, renormalize=True)
+    ids, weights = routing.topk(logits, plain)
+    assert ids.shape == weights.shape == (6, 1)
+    assert routing.topk_backward(grad, logits, ids, plain).abs().max() > 1e-3
+    ids, weights = routing.topk(logits, fixed)
+    assert torch.equal(weights, torch.ones(6, 1))
+    assert routing.topk_backward(grad, logits, ids, fixed).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"),
+    [
+        (RouterRule(top_k=0), "top_k"),
+        (RouterRule(top_k=9), "top_k"),
+        (RouterRule(top_k=1, score="tanh"), "score"),
+        (RouterRule(top_k=1, groups=3), "groups"),
+        (RouterRule(top_k=1, groups=4, keep_groups=5), "keep_groups"),
+        (RouterRule(top_k=1, group_score="mean"), "group_score"),
+        (RouterRule(top_k=1, score="sigmoid", softmax_after_topk=True), "softmax_after_topk"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rule: RouterRule, field: str) -> None:
+    with pytest.raises(SpecError, match=field):
+        routing.topk(_logits(2, 8), rule)
+
+
+def test_too_many_experts_are_refused() -> None:
+    with pytest.raises(SpecError, match="experts = 1025: must be from 1 to 1024"):
+        routing.topk(_logits(1, 1025), RouterRule(top_k=1))
+    with pytest.raises(SpecError, match="experts"):
+        routing.place(torch.zeros(1, 1, dtype=torch.int32), 1025)
+
+
+def _check_placement(ids: Tensor, experts: int) -> None:
+    with poisoned_memory():
+        position, source, offsets = routing.place(ids, experts)
+    for got, want in zip((position, source, offsets), reference.place(ids, experts), strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "dropped"),
+    [(37, 8, 128, 0.0), (300, 10, 512, 0.1), (1, 1, 8, 0.0), (64, 6, 64, 1.0), (0, 2, 4, 0.0), (5, 1, 1, 0.3),
+     (70, 3, 1000, 0.0), (3, 22, 1024, 0.0)],
+)  # fmt: skip
+def test_placement(tokens: int, top_k: int, experts: int, dropped: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    _check_placement(random_ids(tokens, experts, top_k, generator, dropped=dropped), experts)
+
+
+def test_placement_of_one_expert_for_all_and_of_strided_int64_ids_out_of_range() -> None:
+    _check_placement(torch.full((100, 2), 5, dtype=torch.int32), 7)
+    ids = torch.tensor([[0, 9, -1, 3], [7, 2, 100, -5], [3, 3, 1, 0]])
+    _check_placement(ids, 7)
+    _check_placement(ids.mT, 7)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_placement_of_any_choices(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 40))
+    top_k = data.draw(st.integers(1, 4))
+    flat = data.draw(st.lists(st.integers(-1, experts), min_size=0, max_size=50 * top_k))
+    ids = torch.tensor(flat[: len(flat) // top_k * top_k], dtype=torch.int32).view(-1, top_k)
+    _check_placement(ids, experts)
+
+
+@pytest.mark.parametrize("counts", [[0, 7, 1, 13, 0, 11], [0, 0], [64], [16, 17, 15, 0, 1], [500, 0, 3]])
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_tile_table(counts: list[int], block_m: int) -> None:
+    offsets = offsets_of(counts)
+    with poisoned_memory():
+        table = routing.tile_table(offsets, sum(counts) + 5, block_m)
+    want = reference.tile_table(offsets, block_m)
+    assert table.count.tolist() == [want.numel()] and table.entries.numel() >= want.numel()
+    assert torch.equal(table.entries[: want.numel()], want)
+
+
+def test_placement_does_not_depend_on_grid_and_order() -> None:
+    ids = random_ids(150, 20, 4, torch.Generator().manual_seed(3), dropped=0.1)
+    want = reference.place(ids, 20)
+    for sms in (1, 3, 7, 132):
+        for order in ("sequential", "reversed", "shuffled", "parallel"):
+            with program_order(order, seed=sms):
+                got = routing.place(ids, 20, budget=SmBudget(sms))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (sms, order)
+
+
+def test_missing_tile_height_is_named() -> None:
+    rows = routing.expert_rows(offsets_of([3]), 3, (16,))
+    with pytest.raises(SpecError, match="block_m = 64: must be one of 16"):
+        rows.table(64)

@@ -1,0 +1,116 @@
+"""All schedules side by side: what each line says, and that the lines stand in the relations theory demands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tessera_rt.costs import CostTable, ItemMemory, Link
+from tessera_rt.errors import ScheduleError
+from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Mesh
+from tessera_rt.planner.baselines import serial_balanced
+from tessera_rt.planner.build import build_plan
+from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Schedule, compare, lower_bound, refusal
+from tessera_rt.scheduler.simulate import simulate
+from tessera_rt.testing.costs import moe_model, uniform_costs
+
+MODEL = moe_model(14, shared=True)
+COSTS = uniform_costs(
+    MODEL,
+    (100, 100, 100),
+    comm_ns=60,
+    memory=ItemMemory(weights=1000, activations=100, pending_w=50, output=10),
+    link=Link(latency_ns=5),
+    contention=0.1,
+)
+
+
+def line(name: str, rows: list[Compared]) -> Compared:
+    return next(row for row in rows if row.schedule.name == name)
+
+
+def all_lines(model: ModelSpec = MODEL, costs: CostTable = COSTS, m: int = 16) -> list[Compared]:
+    return list(compare(model, costs, pp=4, vpp=2, microbatches=m))
+
+
+def test_every_schedule_is_there_and_no_step_beats_the_lower_bound() -> None:
+    rows = all_lines(m=8)
+    assert [row.schedule for row in rows] == list(SCHEDULES)
+    assert lower_bound(MODEL, COSTS, pp=4, microbatches=8) == 14 * 300 * 8 // 4
+    for row in rows:
+        assert row.ratio >= 1
+        split = row.timeline.mean_split()
+        assert split.compute_ns + split.exposed_ns + split.bubble_ns == pytest.approx(row.timeline.step_ns, abs=3)
+        assert row.timeline.ranks == 4
+        assert row.tokens_per_s == pytest.approx(8 * 1e9 / row.timeline.step_ns)
+    assert {row.schedule.template for row in rows if row.schedule.simulate_only} == {"dualpipe", "chunked"}
+
+
+def test_lines_stand_in_the_right_relations() -> None:
+    rows = all_lines()
+    step = {row.schedule.name: row.timeline.step_ns for row in rows}
+    held = {row.schedule.name: row.held for row in rows}
+    ours = step["interleaved 1F1B in pairs"]
+    assert ours < step["interleaved 1F1B, no overlap"]
+    assert ours <= step["Megatron's fixed pair order"]
+    assert step["chunks within a micro-batch"] < step["interleaved 1F1B, no overlap"]
+    assert held["ZB-H1"] == held["ZB-V"] == held["1F1B"] == 4
+    assert held["GPipe"] == 16
+    assert (held["DualPipe"], held["DualPipeV"]) == (5, 4.5)
+    assert held["interleaved 1F1B in pairs"] == 6
+    peak = {row.schedule.name: row.peak_bytes for row in rows}
+    assert peak["DualPipe"] > peak["DualPipeV"]  # two copies of the weights
+
+
+def test_without_communication_splitting_the_backward_pays() -> None:
+    """And only what fills bubbles can matter: pairs and fixed orders take the same."""
+    costs = uniform_costs(MODEL, (100, 100, 100))
+    names = ("1F1B", "ZB-H1", "ZB-V", "interleaved 1F1B in pairs", "Megatron's fixed pair order")
+    chosen = [schedule for schedule in SCHEDULES if schedule.name in names]
+    rows = list(compare(MODEL, costs, pp=4, vpp=2, microbatches=8, schedules=chosen))
+    step = {row.schedule.name: row.timeline.step_ns for row in rows}
+    assert step["ZB-V"] < step["ZB-H1"] < step["1F1B"]
+    assert {row.timeline.mean_split().exposed_ns for row in rows} == {0}
+
+
+def test_a_line_is_the_step_of_the_plan_with_the_same_partition() -> None:
+    for schedule in SCHEDULES:
+        if schedule.simulate_only or schedule.partition != "serial":
+            continue
+        (row,) = compare(MODEL, COSTS, pp=4, vpp=2, microbatches=8, schedules=[schedule])
+        stage_ranks = [rank for half in range(row.vpp) for rank in range(4)]
+        if schedule.template in ("zb-v", "dualpipe-v"):
+            stage_ranks = [0, 1, 2, 3, 3, 2, 1, 0]
+        plan = build_plan(
+            MODEL,
+            Mesh(pp=4, vpp=row.vpp),
+            COSTS,
+            microbatches=8,
+            template=schedule.template,
+            joint=schedule.joint,
+            method=schedule.method,
+            fixed_bounds=serial_balanced(MODEL, COSTS, stage_ranks),
+        )
+        assert simulate(plan, MODEL, COSTS, overlap=schedule.overlap).step_ns == row.timeline.step_ns, schedule.name
+        assert max(memory.peak for memory in plan.memory) == row.peak_bytes, schedule.name
+
+
+def test_sizes_that_break_a_schedule_leave_it_out() -> None:
+    left_out = {s.name for s in SCHEDULES if refusal(s, pp=4, vpp=2, microbatches=6) is not None}
+    assert left_out == {"Megatron's fixed pair order", "DualPipe"}
+    assert {s.name for s in SCHEDULES} - {row.schedule.name for row in all_lines(m=6)} == left_out
+    reason = refusal(Schedule(name="x", template="megatron-1f1b"), pp=4, vpp=2, microbatches=6)
+    assert reason is not None and "multiple of pp (4)" in reason
+    with pytest.raises(ScheduleError, match="serial or equal"):
+        refusal(replace(SCHEDULES[0], partition="best"), pp=4, vpp=2, microbatches=8)
+
+
+def test_contention_can_be_overruled() -> None:
+    chosen = [schedule for schedule in SCHEDULES if schedule.name == "interleaved 1F1B in pairs"]
+    steps = [
+        next(compare(MODEL, COSTS, pp=4, vpp=2, microbatches=8, schedules=chosen, contention=c)).timeline.step_ns
+        for c in (0.0, None, 1.0)
+    ]
+    assert steps[0] < steps[1] < steps[2]
