@@ -5,7 +5,8 @@
 For each model: 8 pipeline ranks, 32 expert-parallel ranks, computed costs of the H800's device file (assumed rates,
 nothing measured), a combine that sums on the way, serial-balanced partitions. Lower bound: all compute without
 contention, spread evenly. Exposed: compute idles while a collective of its rank runs; bubble: all other idle time; both
-as means over ranks. Held: most micro-batches a rank keeps for its backward (half for those that wait for their W).
+as means over ranks; imbalance: the part of the bubble between the first backward and the last forward. Held: most
+micro-batches a rank keeps for its backward (half for those that wait for their W).
 
 Writes results/schedules.json and results/schedules.png. ``--quick``: one model, 16 micro-batches, no files.
 """
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, 16 micro-batches, no files")
     quick = parser.parse_args(arguments).quick
-    device, out = load_device(DEVICE), Console(width=130)
+    device, out = load_device(DEVICE), Console(width=144)
     out.print(
         f"Assumed: {device.title} of {DEVICE}.yaml, {PP} pipeline x {EP} expert-parallel ranks; nothing measured."
     )
@@ -127,7 +128,17 @@ def table_of(rows: Sequence[Row]) -> Table:
     first = rows[0]
     table = Table(title=f"{first['model']}, {first['microbatches']} micro-batches", title_justify="left")
     table.add_column("schedule (* simulate-only)")
-    for name in ("stages a rank", "step ms", "/ lower bound", "exposed %", "bubble %", "held", "peak GiB", "MFU %"):
+    for name in (
+        "stages a rank",
+        "step ms",
+        "/ lower bound",
+        "exposed %",
+        "bubble %",
+        "imbalance %",
+        "held",
+        "peak GiB",
+        "MFU %",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -137,6 +148,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row['ratio']:.3f}",
             f"{100 * row['exposed_ns'] / row['step_ns']:.1f}",
             f"{100 * row['bubble_ns'] / row['step_ns']:.1f}",
+            f"{100 * row['imbalance_ns'] / row['step_ns']:.1f}",
             f"{row['held']:.1f}",
             f"{row['peak_bytes'] / 2**30:.0f}",
             f"{100 * row['mfu']:.1f}",

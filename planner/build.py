@@ -22,6 +22,7 @@ from tessera_rt.planner.partition_milp import Solver, scipy_solver
 from tessera_rt.planner.search import Found, Options, search, t_dom_bound
 from tessera_rt.planner.setting import Setting
 from tessera_rt.scheduler.templates import Template, build_template, in_flight
+from tessera_rt.scheduler.validate import validate_template
 
 OBJECTIVES = ("step", "t_dom", "serial", "memory")
 PARTITIONERS = ("milp", "chain-dp")
@@ -36,7 +37,7 @@ def build_plan(
     costs: Costs,
     *,
     microbatches: int,
-    template: str | None = None,
+    template: str | Template | None = None,
     memory_limit: int | None = None,
     recompute: str = "auto",
     objective: str = "step",
@@ -52,8 +53,9 @@ def build_plan(
     """The plan of one training step; it has passed ``check_plan``.
 
     ``template``: a name of ``scheduler.templates.TEMPLATES``; None takes 1f1b for one stage a rank, else
-    interleaved-1f1b. ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``: align | fifo |
-    megatron; a template that prescribes one (megatron-1f1b) overrules it.
+    interleaved-1f1b. A Template of one's own (``scheduler.torch_csv`` reads them from files) is taken as it is,
+    whatever ``joint`` and ``pad`` say. ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``:
+    align | fifo | megatron; a template that prescribes one (megatron-1f1b) overrules it.
 
     ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
     full | auto, where auto takes the least of them that fits; a plain cost table already says which it is for.
@@ -79,8 +81,7 @@ def build_plan(
         window=window,
         time_limit_s=time_limit_s,
     )
-    name = template or ("1f1b" if mesh.vpp == 1 else "interleaved-1f1b")
-    order = build_template(name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad)
+    order = _order(template, mesh, microbatches, joint, pad)
     bounds = None if fixed_bounds is None else check_bounds(fixed_bounds, len(model.items), mesh.stages)
     options = Options(
         objective=objective, partitioner=partitioner, window=window, time_limit_s=time_limit_s, solver=solver
@@ -134,6 +135,25 @@ def plan_with(
         joint=joint,
         fixed_bounds=bounds,
     )
+
+
+def _order(template: str | Template | None, mesh: Mesh, microbatches: int, joint: bool, pad: str) -> Template:
+    if not isinstance(template, Template):
+        name = template or ("1f1b" if mesh.vpp == 1 else "interleaved-1f1b")
+        return build_template(name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad)
+    problems = [
+        Problem(field, asked, f"{has}, as in template {template.name}")
+        for field, asked, has in (
+            ("mesh.pp", mesh.pp, template.pp),
+            ("mesh.vpp", mesh.vpp, template.vpp),
+            ("microbatches", microbatches, template.microbatches),
+        )
+        if asked != has
+    ]
+    if problems:
+        raise PlanError.of("plan request", problems)
+    validate_template(template)
+    return template
 
 
 def _tables(costs: Costs, recompute: str) -> list[Callable[[], CostTable]]:

@@ -36,8 +36,13 @@ def expand_names(order: Sequence[str], graph: TaskGraph) -> tuple[str, ...]:
     The label may be left out where the graph has one item with such a task. Whether the result is complete and in a
     possible order is for ``check_plan`` to say. Raises ScheduleError naming every name that fits nothing or several.
     """
+    return tuple(name for names in expand_each(order, graph) for name in names)
+
+
+def expand_each(order: Sequence[str], graph: TaskGraph) -> tuple[tuple[str, ...], ...]:
+    """``expand_names`` with the tasks of each name of the order kept apart."""
     problems: list[Problem] = []
-    expanded: list[str] = []
+    expanded: list[tuple[str, ...]] = []
     resolved = [_resolve(name, graph, problems) for name in order]
     if problems:
         raise ScheduleError.of("order", problems)
@@ -47,14 +52,11 @@ def expand_names(order: Sequence[str], graph: TaskGraph) -> tuple[str, ...]:
         suffix = f":{label}" if label else ""
         if kind == _WGRAD:
             fine = [task.name for task in graph.tasks if task.pass_ is Pass.W and task.label == label]
-            expanded += [name for name in fine if name not in named]
+            expanded.append(tuple(name for name in fine if name not in named))
             continue
-        for part in _STANDS_FOR.get((pass_, kind), ()):
-            name = f"{pass_}_{part}{suffix}"
-            if name == f"{head}{suffix}" or (name in graph.by_name and name not in named):
-                expanded.append(name)
-        if (pass_, kind) not in _STANDS_FOR:
-            expanded.append(f"{head}{suffix}")
+        own = f"{head}{suffix}"
+        parts = [f"{pass_}_{part}{suffix}" for part in _STANDS_FOR.get((pass_, kind), ())] or [own]
+        expanded.append(tuple(name for name in parts if name == own or (name in graph.by_name and name not in named)))
     return tuple(expanded)
 
 

@@ -1,0 +1,267 @@
+"""The experts as one function, the weighted gather-sum, and the gradient contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera_rt.errors import SpecError
+from tessera_rt.kernels import reference
+from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.expert_mlp import NO_MAIN_GRADS, ExpertWeights, MainGrads, expert_mlp
+from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, router_weight_gradient
+from tessera_rt.kernels.operands import Run
+from tessera_rt.kernels.options import Activation, Gate
+from tessera_rt.kernels.routing import expert_rows, place, route_rows
+from tessera_rt.testing.interpreter import launches, program_order
+from tessera_rt.testing.kernel_checks import (
+    assert_near,
+    dense_experts,
+    map_weights,
+    offsets_of,
+    poisoned_memory,
+    random_ids,
+    random_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+OSS = Gate(activation=Activation.SWIGLU_OSS, interleaved=True, limit=3.0)
+# tokens, experts, hidden, intermediate, top_k, gate, bias, transposed, recompute
+LAYERS = {
+    "swiglu": (17, 4, 64, 32, 2, Gate(), False, False, False),
+    "recomputed-transposed": (17, 5, 64, 40, 3, Gate(), False, True, True),
+    "gpt-oss": (33, 5, 32, 40, 3, OSS, True, True, False),
+    "geglu-odd": (9, 7, 11, 13, 3, Gate(activation=Activation.GEGLU), True, False, True),
+    "relu2": (20, 3, 24, 56, 2, Gate(activation=Activation.RELU2), False, False, False),
+    "relu2-odd-biased": (9, 6, 11, 13, 3, Gate(activation=Activation.RELU2), True, True, False),
+    "one-token": (1, 8, 16, 16, 1, Gate(), False, False, False),
+    "no-token": (0, 8, 16, 16, 2, Gate(), True, False, False),
+}
+FIELDS = ("gate_up", "down", "gate_up_bias", "down_bias")
+
+
+def _tensors(weights: ExpertWeights | MainGrads) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name in FIELDS if (tensor := getattr(weights, name)) is not None)
+
+
+def _layer(name: str, dtype: torch.dtype) -> tuple[Tensor, ExpertWeights, Tensor, Tensor, Gate, bool]:
+    tokens, experts, hidden, intermediate, top_k, gate, bias, transposed, recompute = LAYERS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    weights = random_weights(
+        experts, hidden, intermediate, gate, dtype, generator, bias=bias, transposed=transposed
+    )  # fmt: skip
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    ids = random_ids(tokens, experts, top_k, generator, dropped=0.1)
+    return x, weights, ids, torch.rand(tokens, top_k, generator=generator), gate, recompute
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("main", [False, True], ids=["grad", "main-grad"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_all_gradients(name: str, main: bool, dtype: torch.dtype) -> None:
+    x, weights, ids, router, gate, recompute = _layer(name, dtype)
+    low = [tensor.clone().requires_grad_() for tensor in (x, router)]
+    low_weights = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
+    high = [tensor.double().requires_grad_() for tensor in (x, router)]
+    high_weights = map_weights(weights, lambda tensor: tensor.double().requires_grad_())
+    buffers = NO_MAIN_GRADS
+    if main:
+        buffers = MainGrads(**{name: torch.ones_like(t, dtype=torch.float32) for name, t in _tensors(weights)})
+    with poisoned_memory():
+        routed = route_rows(ids, weights.down.shape[0])
+        out = expert_mlp(low[0], low_weights, routed, low[1], gate, main_grads=buffers, recompute=recompute)
+        grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+        out.backward(grad)
+    want = dense_experts(high[0], high_weights, ids, high[1], gate) + 0 * high[0]
+    want.backward(grad.double())
+    ratio = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}[dtype]
+    assert_near("out", out, want, ratio=ratio)
+    for what, got, expected in (("x", low[0], high[0]), ("router weights", low[1], high[1])):
+        assert got.grad is not None
+        assert_near(f"d {what}", got.grad, _grad(expected), ratio=ratio)
+    for what, expected in _tensors(high_weights):
+        parameter = getattr(low_weights, what)
+        if main:
+            assert parameter.grad is None, "a weight with a main gradient must not get a .grad too"
+            assert_near(f"d {what}", getattr(buffers, what) - 1, _grad(expected), ratio=ratio)
+        else:
+            assert parameter.grad.dtype == dtype
+            assert_near(f"d {what}", parameter.grad, _grad(expected), ratio=ratio)
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def test_empty_experts_get_exact_zeros_in_both_contracts() -> None:
+    """Case 51: counts [5, 0, 3, 0], gradient memory full of NaN beforehand."""
+    ids = torch.tensor([[0]] * 5 + [[2]] * 3, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    weights = random_weights(4, 16, 32, Gate(), torch.float32, generator, bias=True)
+    x = torch.randn(8, 16, generator=generator)
+    with poisoned_memory():
+        leaves = map_weights(weights, lambda tensor: tensor.clone().requires_grad_())
+        expert_mlp(x, leaves, route_rows(ids, 4), torch.ones(8, 1), Gate()).sum().backward()
+    for name, leaf in _tensors(leaves):
+        assert leaf.grad is not None and leaf.grad.isfinite().all(), name
+        assert not leaf.grad[1].any() and not leaf.grad[3].any() and leaf.grad[0].any(), name
+
+
+def test_rows_of_nobody_never_reach_the_graph() -> None:
+    """Case 52: 13 chosen rows in a buffer of 16, NaN in fresh memory, two steps of training."""
+    generator = torch.Generator().manual_seed(0)
+    weights = map_weights(
+        random_weights(4, 16, 24, Gate(), torch.float32, generator), lambda tensor: tensor.requires_grad_()
+    )
+    x = torch.randn(8, 16, generator=generator)
+    ids = random_ids(8, 4, 2, generator)
+    ids[[1, 4, 6], 1] = -1
+    with poisoned_memory():
+        for _ in range(2):
+            routed = route_rows(ids, 4)
+            assert int(routed.rows.offsets[-1]) == 13 and routed.rows.rows == 16
+            loss = expert_mlp(x, weights, routed, torch.full((8, 2), 0.5), Gate()).square().sum()
+            loss.backward()
+            assert loss.isfinite()
+            for name, leaf in _tensors(weights):
+                assert leaf.grad is not None and leaf.grad.isfinite().all(), name
+                leaf.data -= 0.01 * leaf.grad
+                leaf.grad = None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257])
+def test_identity_experts_give_the_input_back(tokens: int) -> None:
+    """Case 56: every count of tokens; relu2 experts that are identities on 0 and 1, weights 1/k."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randint(0, 2, (tokens, 16), generator=generator).float()
+    eye = torch.eye(16).expand(8, 16, 16).contiguous()
+    routed = route_rows(random_ids(tokens, 8, 2, generator), 8)
+    gate = Gate(activation=Activation.RELU2)
+    out = expert_mlp(x, ExpertWeights(eye, eye), routed, torch.full((tokens, 2), 0.5), gate)
+    assert torch.equal(out, x)
+
+
+def test_gradients_of_any_strides() -> None:
+    """Case 50: output reduced by sum, by cat, by transpose; input a transposed view."""
+    x, weights, ids, router, gate, _ = _layer("swiglu", torch.float32)
+    reductions = {
+        "sum": lambda y: y.sum(),
+        "cat": lambda y: torch.cat([y, y], dim=1).square().sum(),
+        "transpose": lambda y: (y.mT * torch.arange(y.shape[0] * 1.0)).sum(),
+    }
+    for what, reduce in reductions.items():
+        low = x.mT.contiguous().mT.requires_grad_()
+        high = x.double().requires_grad_()
+        reduce(expert_mlp(low, weights, route_rows(ids, 4), router, gate)).backward()
+        reduce(dense_experts(high, map_weights(weights, Tensor.double), ids, router.double(), gate)).backward()
+        assert low.grad is not None and high.grad is not None
+        assert_near(what, low.grad, high.grad, ratio=1e-5)
+
+
+def test_bits_do_not_depend_on_grid_order_and_repetition() -> None:
+    x, weights, ids, router, gate, _ = _layer("gpt-oss", torch.bfloat16)
+    results = []
+    for sms, order in [(132, "sequential"), (1, "sequential"), (3, "shuffled"), (7, "parallel"), (132, "parallel")]:
+        leaves = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
+        inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
+        run = Run(budget=SmBudget(sms))
+        with program_order(order, seed=sms), poisoned_memory():
+            out = expert_mlp(inputs, leaves, route_rows(ids, 5, budget=run.budget), weight, gate, run=run)
+            out.sum().backward()
+        results.append([out, inputs.grad, weight.grad, *(leaf.grad for _, leaf in _tensors(leaves))])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_a_token_has_the_same_bits_in_another_batch() -> None:
+    x, weights, ids, router, gate, _ = _layer("swiglu", torch.bfloat16)
+    out = expert_mlp(x, weights, route_rows(ids, 4), router, gate)
+    alone = expert_mlp(x[5:6], weights, route_rows(ids[5:6], 4), router[5:6], gate)
+    assert torch.equal(alone[0], out[5])
+    more = torch.cat([torch.randn(40, 64).bfloat16(), x])
+    more_ids = torch.cat([torch.tensor([[0, 1]] * 40, dtype=torch.int32), ids])
+    wide = expert_mlp(more, weights, route_rows(more_ids, 4), torch.cat([torch.ones(40, 2), router]), gate)
+    assert torch.equal(wide[40:], out)
+
+
+def test_the_kernels_run_and_not_the_reference() -> None:
+    x, weights, ids, router, gate, _ = _layer("swiglu", torch.float32)
+    leaves = map_weights(weights, lambda tensor: tensor.clone().requires_grad_())
+    inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
+    routed = route_rows(ids, 4)
+    with launches() as log:
+        out = expert_mlp(inputs, leaves, routed, weight, gate)
+    assert [launch.kernel for launch in log] == ["rows_gemm_aligned", "rows_gemm_aligned", "gather_sum_kernel"]
+    with launches() as log:
+        out.sum().backward()
+    assert [launch.kernel for launch in log] == [
+        "gate_backward_aligned", "router_weight_gradient_kernel", "wgrad_aligned", "wgrad_aligned",
+        "rows_gemm_aligned", "gather_sum_kernel",
+    ]  # fmt: skip
+
+
+def test_wrong_main_gradients_are_named() -> None:
+    x, weights, ids, router, gate, _ = _layer("swiglu", torch.bfloat16)
+    for buffers in (
+        MainGrads(gate_up=torch.zeros(1)),
+        MainGrads(gate_up=torch.zeros_like(weights.gate_up)),
+        MainGrads(gate_up_bias=torch.zeros(4, 64)),
+    ):
+        with pytest.raises(SpecError, match="main_grads.gate_up"):
+            expert_mlp(x, weights, route_rows(ids, 4), router, gate, main_grads=buffers)
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "top_k"), [(1, 1, 1), (9, 33, 3), (20, 520, 2), (5, 64, 22)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_sum_and_its_backward(tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = random_ids(tokens, 30, top_k, generator, dropped=0.2)
+    position, source, offsets = place(ids, 30)
+    rows = expert_rows(offsets, ids.numel())
+    y = torch.randn(ids.numel(), hidden, generator=generator).to(dtype)
+    y[int(offsets[-1]) :] = torch.nan
+    router, grad = torch.rand(tokens, top_k, generator=generator), torch.randn(tokens, hidden, generator=generator)
+    grad = grad.to(dtype)
+    for weights in (router, None):
+        with poisoned_memory():
+            out = gather_sum(y, position, weights)
+        want = reference.gather_sum(y.double(), position, None if weights is None else weights.double())
+        assert_near("out", out, want, ratio={torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype])
+    with poisoned_memory():
+        d_y, d_router = gather_sum_backward(grad, y, source, rows, position, router)
+    want_y, want_router = reference.gather_sum_backward(
+        grad.double(), y.double(), source, offsets, position, router.double()
+    )
+    assert_near("d y", d_y, want_y, ratio=3e-3)
+    assert_near("d weights", d_router, want_router, ratio=1e-5)
+    assert torch.equal(gather_sum(y.mT.contiguous().mT, position, router), gather_sum(y, position, router))
+    expanded = gather_sum_backward(grad[:1].expand(tokens, hidden), y, source, rows, position, router)
+    plain = gather_sum_backward(grad[:1].repeat(tokens, 1), y, source, rows, position, router)
+    assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
+
+
+def test_router_weight_gradient_sums_in_order() -> None:
+    partials = torch.randn(12, 37, generator=torch.Generator().manual_seed(0))
+    position = torch.tensor([[3, -1], [0, 11], [-1, 5]], dtype=torch.int32)
+    got = router_weight_gradient(partials, position)
+    assert_near("d weights", got, reference.router_weight_gradient(partials.double(), position), ratio=1e-6)
+    assert got[0, 1] == 0 and got[2, 0] == 0
+
+
+def test_rows_beyond_2_31_elements_are_gathered_right() -> None:
+    """Case 55: more than 2^31 elements of rows (4.3 GB of addresses, of which few pages are touched)."""
+    rows, hidden = 1_048_577, 2056
+    y = torch.empty(rows, hidden, dtype=torch.bfloat16)
+    y[-1] = torch.arange(hidden) % 97
+    y[0] = 1.0
+    position = torch.tensor([[rows - 1, 0], [0, -1]], dtype=torch.int32)
+    out = gather_sum(y, position)
+    assert torch.equal(out[0].float(), torch.arange(hidden) % 97 + 1.0) and torch.equal(out[1], y[0])
+    offsets = offsets_of([rows])
+    source = torch.full((rows,), -1, dtype=torch.int32)
+    assert expert_rows(offsets, rows, (128,)).table(128).count.tolist() == [8193]
+    assert source.numel() == rows
