@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,32 @@ def compile_launches(launches: Iterable[Launch], target: Target, *, workers: int
         return {key: code for part in parts for key, code in part.items()}
 
 
-def all_launches(target: Target) -> list[Launch]:
-    """Everything shipped for a target, under the installed Triton. The kernels that are no products come once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A part of the report: launches whose field is among the given ones; an empty tuple takes all."""
+
+    kernel: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    size: tuple[str, ...] = ()
+    load: tuple[str, ...] = ()
+
+    def takes(self, launch: Launch) -> bool:
+        return all(not wanted or getattr(launch, name) in wanted for name, wanted in asdict(self).items())
+
+
+EVERYTHING = Selection()
+
+
+def all_launches(target: Target, selection: Selection = EVERYTHING) -> list[Launch]:
+    """What is shipped for a target, under the installed Triton. The kernels that are no products come once."""
     minor = triton_minor()
     launches: dict[tuple[str, ...], Launch] = {}
     for dtypes, sizes in PARTS:
         for launch in shipped_launches(target.name, minor, dtypes=dtypes, sizes=sizes):
             name = (launch.kernel, launch.model, launch.dtype, launch.size, launch.load, launch.sizes)
             launches.setdefault(name, launch)
-    return list(launches.values())
+    return [launch for launch in launches.values() if selection.takes(launch)]
 
 
 def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[Row]:
@@ -206,13 +223,13 @@ def source_hash() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def report(target: Target, *, workers: int = 1) -> dict[str, Any]:
-    """The whole report as plain data. Raises SpecError in a process that interprets kernels."""
+def report(target: Target, *, selection: Selection = EVERYTHING, workers: int = 1) -> dict[str, Any]:
+    """The report as plain data. Raises SpecError in a process that interprets kernels."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SpecError.of(
             "kernels report", [Problem("TRITON_INTERPRET", "1", "unset: interpreted kernels have no code")]
         )
-    launches = all_launches(target)
+    launches = all_launches(target, selection)
     codes = compile_launches(launches, target, workers=workers)
     return {
         "target": target.name,
@@ -240,8 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
+    for field in fields(Selection):
+        parser.add_argument(f"--{field.name}", action="append", default=[], help="only these (may be repeated)")
     options = parser.parse_args(argv)
-    result = report(target_named(options.target), workers=options.workers)
+    selection = Selection(**{field.name: tuple(getattr(options, field.name)) for field in fields(Selection)})
+    result = report(target_named(options.target), selection=selection, workers=options.workers)
     options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     broken = [row for row in result["rows"] if row["problems"]]
     for row in broken:

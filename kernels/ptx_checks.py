@@ -1,10 +1,12 @@
-"""Faults of signalling code that only compiled text shows: the interpreter runs in order and ignores fences.
+"""Faults of signalling code that the interpreter cannot show: it runs in order and ignores fences.
 
-Both checks read PTX. They are conservative about what they understand: straight-line text between labels and branches.
+Two checks read PTX; they are conservative about what they understand: straight-line text between labels and branches.
+One reads the source, because the compiler drops a loop that waits by a plain load before there is any PTX.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +52,23 @@ def plain_loads_in_wait_loops(ptx: str) -> list[str]:
                     found.append(line)
         if not _can_end(loop, written):
             found.append(f"loop {loop.label} has no load that could end it")
+    return found
+
+
+def plain_waits_in_source(source: str) -> list[str]:
+    """``while`` conditions of Python source that call ``load`` without volatile=True, as text."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.While):
+            continue
+        for call in ast.walk(node.test):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "load":
+                volatile = any(
+                    word.arg == "volatile" and isinstance(word.value, ast.Constant) and word.value.value is True
+                    for word in call.keywords
+                )
+                if not volatile:
+                    found.append(ast.unparse(node.test))
     return found
 
 

@@ -6,8 +6,35 @@ addresses int64.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from tessera_rt.kernels.work import Work, launch_metadata
+
+
+def _topk_work(args: Mapping[str, Any]) -> Work:
+    """Each round compares a row's scores twice; the logits are read once."""
+    scores, chosen = args["T"] * args["EXPERTS"], args["T"] * args["TOP_K"]
+    passes = 2 if "out" in args else 1  # the backward writes as many as it reads
+    return Work(scores * (2 * args["TOP_K"] + 4), scores * args["logits"].element_size() * passes + chosen * 8)
+
+
+def _choices_work(args: Mapping[str, Any]) -> Work:
+    """Histogram and placement: no floating point; ids, the counts of every tile, and position with source."""
+    return Work(0, args["total"] * (12 if "position" in args else 4) + args["tiles"] * args["EXPERTS"] * 4)
+
+
+def _scan_work(args: Mapping[str, Any]) -> Work:
+    return Work(0, (2 * args["tiles"] + 1) * args["EXPERTS"] * 4)
+
+
+def _experts_work(args: Mapping[str, Any]) -> Work:
+    entries = args["entries"].numel() if "entries" in args else args["EXPERTS"]
+    return Work(0, (args["EXPERTS"] + entries + 1) * 4)
+
 
 LOWEST = tl.constexpr(-2147483648)  # below the key of every value
 MINUS_INF_KEY = tl.constexpr(-2139095041)  # the key of -inf
@@ -65,7 +92,7 @@ def open_groups(key, columns, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP:
     return is_open
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_topk_work))
 def topk_forward_kernel(
     logits, bias, mask, ids, weights, T, t_stride, e_stride, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, AFTER_TOPK: tl.constexpr,
@@ -115,7 +142,7 @@ def topk_forward_kernel(
         tl.store(weights + out, weight, mask=stored)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_topk_work))
 def topk_backward_kernel(
     grad, logits, ids, out, T, gt_stride, gk_stride, t_stride, e_stride, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, AFTER_TOPK: tl.constexpr,
@@ -173,7 +200,7 @@ def chosen_experts(ids, entries, total, EXPERTS, TOP_K, t_stride, k_stride):
     return tl.where((expert >= 0) & (expert < EXPERTS), expert, -1)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_choices_work))
 def histogram_kernel(
     ids, counts, total, tiles, EXPERTS, TOP_K, t_stride, k_stride,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -188,7 +215,7 @@ def histogram_kernel(
             tl.store(counts + tl.cast(tile, tl.int64) * EXPERTS + columns, count, mask=columns < EXPERTS)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_scan_work))
 def tile_scan_kernel(counts, totals, tiles, EXPERTS, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Replaces counts [tiles, E] by the sum over earlier tiles, in place; totals [E] gets the sum over all."""
     for first in range(tl.program_id(0) * BLOCK_E, EXPERTS, tl.num_programs(0) * BLOCK_E):
@@ -204,7 +231,7 @@ def tile_scan_kernel(counts, totals, tiles, EXPERTS, BLOCK_T: tl.constexpr, BLOC
         tl.store(totals + columns, before, mask=columns < EXPERTS)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_experts_work))
 def offsets_kernel(totals, offsets, EXPERTS, BLOCK_E: tl.constexpr):
     """offsets [E + 1]: where each expert's rows start, and how many there are in all. One program."""
     columns = tl.arange(0, BLOCK_E)
@@ -214,7 +241,7 @@ def offsets_kernel(totals, offsets, EXPERTS, BLOCK_E: tl.constexpr):
     tl.store(offsets + columns + 1, end, mask=columns == EXPERTS - 1)
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_choices_work))
 def place_kernel(
     ids, before, offsets, position, source, total, tiles, EXPERTS, TOP_K, t_stride, k_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +262,7 @@ def place_kernel(
         tl.store(source + entries, tl.zeros_like(entries) - 1, mask=(entries >= rows) & (entries < total))
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_experts_work))
 def tile_table_kernel(offsets, entries, count, EXPERTS, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """entries: expert << 16 | number of every tile of BLOCK_M rows; count [1]: how many. One program."""
     columns = tl.arange(0, BLOCK_E)

@@ -33,6 +33,11 @@ def _work(args: Mapping[str, Any]) -> Work:
     )
 
 
+def _tail_work(args: Mapping[str, Any]) -> Work:
+    """At most: how many rows belong to nobody is known to the device only."""
+    return Work(0, args["rows"] * args["width"] * args["out"].element_size())
+
+
 @triton.jit
 def weight_tile(w, expert, column, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, N_FIRST: tl.constexpr,
                 HALVES: tl.constexpr):  # fmt: skip
@@ -211,7 +216,7 @@ def rows_gemm_any(
                            BLOCK_N, ACTIVATION, HAS_BIAS, SAVE_PRE, WRITE_OUT)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(launch_metadata=launch_metadata(_tail_work))
 def zero_tail_kernel(out, end, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Zeros in the rows that belong to nobody, from ``end`` [1] to ``rows``."""
     first = tl.load(end)

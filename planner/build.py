@@ -55,7 +55,7 @@ def build_plan(
     ``template``: a name of ``scheduler.templates.TEMPLATES``; None takes 1f1b for one stage a rank, else
     interleaved-1f1b. A Template of one's own (``scheduler.torch_csv`` reads them from files) is taken as it is,
     whatever ``joint`` and ``pad`` say. ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``:
-    align | fifo | megatron; a template that prescribes one (megatron-1f1b) overrules it.
+    fifo | align | defer | exact | megatron; a template that prescribes one (megatron-1f1b) overrules it.
 
     ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
     full | auto, where auto takes the least of them that fits; a plain cost table already says which it is for.

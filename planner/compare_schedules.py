@@ -30,7 +30,8 @@ class Schedule:
     """One line of a comparison.
 
     ``template``: of ``scheduler.templates``, or ``dualpipe`` or ``chunked``, which can only be simulated. ``joint``:
-    overlap pairs. ``overlap`` off: one pass, and one task, after the other. ``partition``: serial | equal.
+    overlap pairs. ``overlap`` off: one pass, and one task, after the other. ``method``: that orders the tasks of an
+    action (``scheduler.interleave``). ``partition``: serial | equal.
     """
 
     name: str
@@ -60,9 +61,11 @@ SCHEDULES = (
     Schedule(name="DualPipeV, fixed pair order", template="dualpipe-v", method="megatron"),
     Schedule(name="DualPipeV, pairs in FIFO order", template="dualpipe-v", method="fifo"),
     Schedule(name="DualPipeV", template="dualpipe-v"),
+    Schedule(name="DualPipeV, exact pair orders", template="dualpipe-v", method="exact"),
     Schedule(name="1F1B in pairs", template="1f1b"),
     Schedule(name="interleaved 1F1B in pairs, FIFO", template="interleaved-1f1b", method="fifo"),
     Schedule(name="interleaved 1F1B in pairs", template="interleaved-1f1b"),
+    Schedule(name="interleaved 1F1B in exact pairs", template="interleaved-1f1b", method="exact"),
 )
 """From what most people run to overlap pairs in a synthesized order."""
 

@@ -1,4 +1,4 @@
-"""Post-overlap cost of passes run together: list scheduling, or a measured figure where the cost table has one.
+"""Post-overlap cost of passes run together: an interleaving's, or a measured figure where the cost table has one.
 
 Chunks made of equal items in equal order cost the same wherever they stand, so results are kept by the items' own costs
 and renamed for the chunk at hand.
@@ -20,8 +20,11 @@ from tessera_rt.planner.candidates import Range
 from tessera_rt.planner.overlap_graph import Edge
 from tessera_rt.planner.tables import Table, prefix_sums
 from tessera_rt.scheduler.graphs import chunk_graph
-from tessera_rt.scheduler.list_schedule import list_schedule
+from tessera_rt.scheduler.interleave import interleave
 from tessera_rt.tasks import Pass, Resource, TaskGraph
+
+STATES_PER_PAIR = 5_000
+"""Where the exact search of a pair stops: a fraction of a second, since a partition looks at hundreds of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def pair_key(graph: TaskGraph) -> str:
 class PairCosts:
     """Costs of running passes of item ranges, alone or together. All times are ns.
 
-    ``method`` is the list scheduler's (align | fifo). Instances remember what they computed.
+    ``method``: how tasks are interleaved (``interleave.METHODS``). Instances remember what they computed.
     """
 
     def __init__(self, model: ModelSpec, costs: CostTable, *, method: str = "align") -> None:
@@ -175,7 +178,7 @@ class PairCosts:
             graph = self.graph(*parts[0])
             for part in parts[1:]:
                 graph = graph.merged(self.graph(*part))
-            made = list_schedule(graph, "", method=self.method, comm_sms=self.costs.comm_sms)
+            made = interleave(graph, "", method=self.method, comm_sms=self.costs.comm_sms, max_states=STATES_PER_PAIR)
             place = {name: i for i, name in enumerate(graph.names)}
             ends: dict[str, int] = {}
             for name, start in zip(made.order, made.starts_ns, strict=True):

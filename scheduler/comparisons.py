@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tessera_rt.costs import CostTable, TaskCost
+from tessera_rt.costs import CostTable
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action
 from tessera_rt.scheduler.graphs import Bounds, action_graph
-from tessera_rt.scheduler.list_schedule import list_schedule
+from tessera_rt.scheduler.interleave import interleave
 from tessera_rt.scheduler.orders_dualpipe import dualpipe
 from tessera_rt.scheduler.simulate import simulate_schedule
 from tessera_rt.scheduler.templates import Template
@@ -65,6 +65,8 @@ def simulate_dualpipe(
 ) -> Timeline:
     """One step of DualPipe. ``bounds``: items of each of the pp stages, the same in both copies.
 
+    ``method``: that orders the tasks of an action (``interleave.py``).
+
     Not charged: memory of the second copy, and adding up the gradients of both. Raises ScheduleError for sizes it
     cannot have.
     """
@@ -75,7 +77,7 @@ def simulate_dualpipe(
         template.stage_ranks,
         template.actions,
         both,
-        {key: list_schedule(action_graph(key, model, costs, both), key, method=method) for key in keys},
+        {key: interleave(action_graph(key, model, costs, both), key, method=method) for key in keys},
         model,
         costs,
         contention=contention,
@@ -141,7 +143,7 @@ def chunked_costs(model: ModelSpec, costs: CostTable, *, chunks: int = 2, mlp_ov
             hidden = before.ns + after.ns - pieces.before - pieces.after
             stretched = pieces.experts + round(costs.contention * hidden)
             found = zip(names, (before, experts, after), (pieces.before, stretched, pieces.after), strict=True)
-            tasks.update((name, _lasting(cost, ns)) for name, cost, ns in found)
+            tasks.update((name, replace(cost, ns=ns)) for name, cost, ns in found)
     note = f"MoE layers in {chunks} pieces ({SIMULATE_ONLY}): experts {mlp_overhead:.0%} longer"
     return replace(
         costs, tasks=tasks, provenance=replace(costs.provenance, notes=(*costs.provenance.notes, note)), pairs={}
@@ -174,7 +176,3 @@ def _in_pieces(before: int, experts: int, after: int, chunks: int) -> _Pieces:
 
 def _split(total: int, chunks: int) -> list[int]:
     return [total * (i + 1) // chunks - total * i // chunks for i in range(chunks)]
-
-
-def _lasting(cost: TaskCost, ns: int) -> TaskCost:
-    return replace(cost, ns=ns)

@@ -5,21 +5,24 @@ Whether one would is found by scheduling again: a W that delays a backbone task 
 the W goes into the best-fitting idle time behind its parent (else to the end), and the deferral stays if the makespan
 falls. Deferring whenever a W delays any backbone task, without that test, is worse than not deferring at all.
 
-Two orders of the backbone are listed and the shorter one is kept: *feed* first starts what soonest gives the other lane
-work, *tail* what has the longest chain behind it. W tasks fill the lane when no backbone task is ready, largest first.
+Beyond the paper, the same test decides whether a communication task waits for one that has more behind it; and two
+orders of the backbone are listed, of which the shorter one is kept: *feed* first starts what soonest gives the other
+lane work, *tail* what has the longest chain behind it. W tasks fill the lane when no backbone task is ready, largest
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tessera_rt.scheduler.lane_graph import COMM, COMP, LaneGraph
 
 
 def defer_order(lanes: LaneGraph, *, passes: int = 2) -> list[int]:
-    """Positions of all tasks in order. ``passes``: how often every W is looked at (fewer when none helps).
+    """Positions of all tasks in order. ``passes``: how often every change is tried (fewer when none helps).
 
-    Two list schedulings, and one more for every W that delays a backbone task, which is below a millisecond for most
+    Two list schedulings, and one more for every task that makes another one wait, which is below a millisecond for most
     pairs of one to four layers each.
     """
     bound = lanes.bound()
@@ -32,20 +35,24 @@ def defer_order(lanes: LaneGraph, *, passes: int = 2) -> list[int]:
             best, makespan, rank = order, length, candidate
         if makespan == bound:
             return best
+    held = lanes
     for _ in range(passes):
         improved = False
-        tried: set[int] = set()
+        tried: set[tuple[int, int]] = set()
         while makespan > bound:
-            task = next((i for i in _delaying(lanes, best, bits) if i not in tried), None)
-            if task is None:
+            change = next((change for change in _changes(held, best, bits) if change not in tried), None)
+            if change is None:
                 break
-            tried.add(task)
-            bits[task] = not bits[task]
-            order, length = _placed(lanes, rank, bits)
-            if length < makespan:
-                best, makespan, improved = order, length, True
+            tried.add(change)
+            task, behind = change
+            moved, trial = list(bits), held
+            if behind < 0:
+                moved[task] = not moved[task]
             else:
-                bits[task] = not bits[task]
+                trial = _behind(held, task, behind)
+            order, length = _placed(trial, rank, moved)
+            if length < makespan:
+                best, makespan, bits, held, improved = order, length, moved, trial, True
         if not improved:
             break
     return best
@@ -75,29 +82,39 @@ def _rank(lanes: LaneGraph, keys: Sequence[tuple[int, int]]) -> list[int]:
     return rank
 
 
-def _delaying(lanes: LaneGraph, order: Sequence[int], deferred: Sequence[bool]) -> list[int]:
-    """W whose bit may matter: the deferred ones, and those that run while the next backbone task waits for the lane.
+def _changes(lanes: LaneGraph, order: Sequence[int], deferred: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """What may shorten the order: (W, -1) to change the bit of a W, (x, y) to let the COMM task x wait for y.
 
-    A movable task that others wait for is none of them: it belongs to their chain.
+    W that are deferred, and those that run while the next backbone task waits for the lane; COMM tasks that run while
+    the next one, which has more behind it, waits. A movable task that others wait for belongs to their chain.
     """
     ends = [0] * len(lanes)
     free = [0, 0]
     since: list[int] = []  # W that were started behind the last backbone task on COMP
-    found: list[int] = []
+    before = -1  # on COMM
     for i in order:
         lane = lanes.lane[i]
         ready = max((ends[dep] for dep in lanes.deps[i]), default=0)
         ends[i] = free[lane] = max(ready, free[lane]) + lanes.ns[i]
         if lane == COMM:
-            continue
-        if lanes.movable[i] and not lanes.followers[i]:
+            if before >= 0 and ends[before] > ready and lanes.tail[i] > lanes.tail[before]:
+                yield before, i
+            before = i
+        elif lanes.movable[i] and not lanes.followers[i]:
             since.append(i)
             if deferred[i]:
-                found.append(i)
+                yield i, -1
         else:
-            found += [w for w in since if ends[w] > ready and not deferred[w]]
+            yield from ((w, -1) for w in since if ends[w] > ready and not deferred[w])
             since.clear()
-    return found
+
+
+def _behind(lanes: LaneGraph, task: int, other: int) -> LaneGraph:
+    """The graph in which ``task`` also waits for ``other``."""
+    deps, followers = list(lanes.deps), list(lanes.followers)
+    deps[task] = (*deps[task], other)
+    followers[other] = (*followers[other], task)
+    return replace(lanes, deps=tuple(deps), followers=tuple(followers))
 
 
 def _placed(lanes: LaneGraph, rank: Sequence[int], deferred: Sequence[bool]) -> tuple[list[int], int]:

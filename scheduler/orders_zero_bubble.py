@@ -36,11 +36,11 @@ def zb_h1(pp: int, vpp: int, sizes: Sequence[int]) -> Order:
 def zb_h2(pp: int, microbatches: int) -> Order:
     """ZB-H2: no rank idles between its first and its last pass if F, I and W take equally long and m >= 2 pp - 1.
 
-    Rank r runs ``2 (pp-1-r) + 1`` forwards, then I, W and F in turn until 2 r forwards are left; with these come I only,
-    so that the last backwards follow one another faster. Then I and W in turn, and the W that are left. Rank 0 holds
-    2 pp - 1 micro-batches, nearly twice as many as in 1F1B. All ranks together take no less time than ZB-H1 would at
-    these durations, for the first rank ends first: to gain from that, its next step must begin without waiting for the
-    others.
+    Rank r runs ``2 (pp-1-r) + 1`` forwards, then I, W and F in turn until 2 r forwards are left; with these come I
+    only, so that the last backwards follow one another faster. Then I and W in turn, and the W that are left. Rank 0
+    holds 2 pp - 1 micro-batches, nearly twice as many as in 1F1B. All ranks together take no less time than ZB-H1 would
+    at these durations, for the first rank ends first: to gain from that, its next step must begin without waiting for
+    the others.
     """
     order: Order = []
     for rank in range(pp):

@@ -4,9 +4,9 @@
       - chunk_pair: {fwd_chunk: [Layer0, Layer1], bwd_chunk: [Layer0, Layer1]}
         pattern: [B_COMB:L1, F_ATTN:L0, F_DISP:L0, B_MLP:L1, F_COMB:L0, B_WGRAD:L1]
 
-Chunks name their items (``Layer3`` or ``L3``, ``M0`` for an MTP block, ``EMBED``, ``HEAD``); a pattern names tasks, also by
-the coarser names of ``task_names.py``. It need not name all of them: the others are placed around it. Every fault is
-reported with its line.
+Chunks name their items (``Layer3`` or ``L3``, ``M0`` for an MTP block, ``EMBED``, ``HEAD``); a pattern names tasks,
+also by the coarser names of ``task_names.py``. It need not name all of them: the others are placed around it. Every
+fault is reported with its line.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def load_patterns(path: str | Path, model: ModelSpec) -> tuple[Pattern, ...]:
 def patterns_from_yaml(text: str, model: ModelSpec, where: str = "patterns") -> tuple[Pattern, ...]:
     """All patterns of a document, checked against ``model``.
 
-    Raises one ScheduleError with the line of each fault: an unknown key, item or task, a chunk that is not contiguous, a
-    task named twice or before something that it depends on, two patterns for one pair.
+    Raises one ScheduleError with the line of each fault: an unknown key, item or task, a chunk that is not contiguous,
+    a task named twice or before something that it depends on, two patterns for one pair.
     """
     parse_yaml(text, where, ScheduleError)  # syntax and keys that stand twice
     node = yaml.compose(text, Loader=yaml.SafeLoader)

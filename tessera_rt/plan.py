@@ -128,7 +128,8 @@ class Interleaving:
     """Order of the tasks of one action. ``key`` is the action without micro-batches (``Action.key``).
 
     ``starts_ns``: predicted start of each task relative to the action's start; ``makespan_ns``: predicted length;
-    ``comm_sms``: the communication SM budget it was made for; ``method``: fifo | align | megatron | given | serial.
+    ``comm_sms``: the communication SM budget it was made for; ``method``: fifo | align | defer | exact (the proven
+    optimum) | megatron | given (by a user) | serial.
     """
 
     key: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +30,25 @@ PEERS = {
 }  # torch's name: ours, stages a rank, joint pairs
 
 
+@cache
+def stage() -> Any:
+    """What torch's schedule classes ask of a stage when they only make their order. Slow to make, so made once."""
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
+def torch_schedule(cls: Any, pp: int, vpp: int, m: int) -> Any:
+    of_torch = stage()
+    of_torch.group_rank, of_torch.group_size, of_torch.submod, of_torch.num_stages = 0, pp, None, pp * vpp
+    return cls(of_torch if issubclass(cls, schedules.PipelineScheduleSingle) else [of_torch] * vpp, m)
+
+
 def torch_order(name: str, pp: int, vpp: int, m: int) -> list[list[str]]:
     """torch's compute actions as texts; its bubbles and reductions are left out."""
-    rows = get_schedule_ops(name, pp, m, vpp if vpp > 1 else None)
-    return [[str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)] for row in rows]
+    rows = torch_schedule(schedules.get_schedule_class(name), pp, vpp, m).pipeline_order
+    return [
+        [str(action) for action in rows[rank] if action is not None and "REDUCE_GRAD" not in str(action)]
+        for rank in range(pp)
+    ]
 
 
 def texts(template: Template) -> list[list[str]]:
@@ -45,14 +61,19 @@ def allowed_by_torch(name: str, pp: int, m: int) -> bool:
     return not name.startswith("Interleaved") or m % max(1, m // pp) == 0
 
 
+QUICK = ((1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 10, 12))
+WIDE = ((1, 2, 3, 4, 5, 8), (*range(1, 20), 24, 32, 40))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [QUICK, pytest.param(*WIDE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PEERS)
-def test_orders_equal_those_of_torch(name: str) -> None:
+def test_orders_equal_those_of_torch(name: str, ranks: tuple[int, ...], microbatches: tuple[int, ...]) -> None:
     """For every number of micro-batches torch allows; ours also run with the others."""
     ours, stages, joint = PEERS[name]
     compared = 0
-    for pp in (1, 2, 3, 5):
+    for pp in ranks:
         for vpp in stages:
-            for m in (*range(1, 12), 16, 24):
+            for m in microbatches:
                 if allowed_by_torch(name, pp, m):
                     template = build_template(ours, pp=pp, vpp=vpp, microbatches=m, joint=joint)
                     assert texts(template) == torch_order(name, pp, vpp, m), (pp, vpp, m)
@@ -60,13 +81,13 @@ def test_orders_equal_those_of_torch(name: str) -> None:
                 else:
                     with pytest.raises(ValueError, match="microbatches"):
                         torch_order(name, pp, vpp, m)
-    assert compared >= 30
+    assert compared >= 17
 
 
 def test_1f1b_equals_that_of_torch() -> None:
     """torch numbers the last rank's forwards from 1 in this listing (what it runs is numbered from 0)."""
     for pp in (2, 3, 8):
-        for m in range(pp, 14):
+        for m in range(pp, 12):
             wanted = torch_order("1F1B", pp, 1, m)
             forwards = [i for i, text in enumerate(wanted[-1]) if "F" in text]
             assert wanted[-1][forwards[0]] == f"{pp - 1}F1"
@@ -90,12 +111,6 @@ def test_messages_are_placed_as_torch_places_them(name: str) -> None:
         assert [list(map(str, row)) for row in got] == [list(map(str, wanted[rank])) for rank in range(pp)]
 
 
-def torch_runtime(pp: int, stages: int, m: int) -> Any:
-    stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, pp, None, stages
-    return schedules._PipelineScheduleRuntime([stage] * (stages // pp), m)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_torch_loads_our_files_and_we_load_what_it_writes(name: str, tmp_path: Path) -> None:
     pp, m = 2, 6
@@ -104,7 +119,7 @@ def test_torch_loads_our_files_and_we_load_what_it_writes(name: str, tmp_path: P
     plan = simple_plan(
         simple_model("dmd"), pp=pp, vpp=vpp, microbatches=m, actions=order.actions, placement=order.stage_ranks
     )
-    runtime = torch_runtime(pp, pp * vpp, m)
+    runtime = torch_schedule(schedules._PipelineScheduleRuntime, pp, vpp, m)
     for comms, form in ((False, "compute_only"), (True, "compute_comms")):
         ours, theirs = tmp_path / f"{form}.csv", tmp_path / f"torch_{form}.csv"
         ours.write_text(plan_to_csv(plan, comms=comms))

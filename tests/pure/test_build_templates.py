@@ -5,18 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tessera_rt.costs import ItemMemory, Link
 from tessera_rt.errors import PlanError, ScheduleError
 from tessera_rt.exports import bounds_from_megatron, megatron_layout
+from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Mesh
 from tessera_rt.plan_check import check_plan
 from tessera_rt.plan_files import plan_from_yaml, plan_to_yaml
-from tessera_rt.planner.build import build_plan
+from tessera_rt.planner.build import build_plan, plan_with
+from tessera_rt.rendezvous import find_stuck
 from tessera_rt.scheduler.simulate import simulate
-from tessera_rt.scheduler.templates import RULES, TEMPLATES, build_template, in_flight
+from tessera_rt.scheduler.templates import PADS, RULES, TEMPLATES, build_template, in_flight
 from tessera_rt.scheduler.torch_csv import plan_to_csv, template_from_csv
+from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.costs import moe_model, uniform_costs
+from tessera_rt.testing.random_costs import random_costs
+from tessera_rt.testing.strategies import model_specs
 
 MODEL = moe_model(6, dense_first=1, shared=True)
 COSTS = uniform_costs(
@@ -42,6 +49,35 @@ def test_every_template_is_planned_simulated_and_saved(name: str) -> None:
     assert plan.solver.step_ns == simulate(plan, MODEL, COSTS).step_ns <= plan.solver.alternatives["serial-balanced"]
     assert plan_from_yaml(plan_to_yaml(plan), name) == plan
     assert plan.simulate_only == ()
+
+
+@settings(max_examples=60)
+@given(model_specs(max_layers=6), st.integers(0, 10_000), st.data())
+def test_any_model_and_partition_under_every_template(model: ModelSpec, seed: int, data: st.DataObject) -> None:
+    """check_plan accepts it, no order of messages blocks, and each task runs once; empty stages included."""
+    name = data.draw(st.sampled_from(TEMPLATES), "template")
+    least, most = RULES[name].vpp
+    mesh = Mesh(pp=data.draw(st.integers(1, 4), "pp"), vpp=data.draw(st.integers(int(least), int(min(most, 3))), "vpp"))
+    items = len(model.items)
+    inner = data.draw(st.lists(st.integers(0, items), min_size=mesh.stages - 1, max_size=mesh.stages - 1), "cuts")
+    costs = random_costs(model, seed, kinds=0, link=Link(latency_ns=data.draw(st.integers(0, 50), "latency")))
+    m = data.draw(st.integers(1, 9), "microbatches")
+    plan = plan_with(
+        (0, *sorted(inner), items),
+        model,
+        mesh,
+        costs,
+        microbatches=m,
+        template=name,
+        joint=data.draw(st.booleans(), "joint") or RULES[name].joint_only,
+        pad="shadow" if RULES[name].whole_groups else data.draw(st.sampled_from(PADS), "pad"),
+        method=data.draw(st.sampled_from(("align", "fifo", "megatron")), "method"),
+    )
+    tasks = sum(len(chunk_tasks(model.items, pass_).tasks) for pass_ in (Pass.F, Pass.B))
+    for overlap in (True, False):
+        timeline = simulate(plan, model, costs, overlap=overlap)
+        assert sum(span.lane != "LINK" for span in timeline.spans) == m * tasks
+    assert find_stuck(plan) == ()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -13,6 +13,7 @@ from tessera_rt.plan import Action, ActionKind
 from tessera_rt.planner.overlap_graph import cost_edges
 from tessera_rt.planner.pair_costs import PairCosts, pair_key
 from tessera_rt.scheduler.graphs import action_graph, chunk_graph
+from tessera_rt.scheduler.interleave import interleave
 from tessera_rt.scheduler.list_schedule import list_schedule
 from tessera_rt.scheduler.templates import build_template
 from tessera_rt.scheduler.validate import validate
@@ -52,9 +53,9 @@ def test_chunks_of_equal_items_are_scheduled_once(monkeypatch: pytest.MonkeyPatc
 
     def counted(*args: object, **kwargs: object) -> object:
         calls.append(args)
-        return list_schedule(*args, **kwargs)  # type: ignore[arg-type]
+        return interleave(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tessera_rt.planner.pair_costs.list_schedule", counted)
+    monkeypatch.setattr("tessera_rt.planner.pair_costs.interleave", counted)
     model = moe_model(12)
     pairs = PairCosts(model, uniform_costs(model, comm_ns=7))
     costs = {pairs.pair((i, i + 2), (j, j + 3)) for i in range(1, 10) for j in range(1, 9)}
@@ -74,6 +75,19 @@ def test_a_measured_pair_replaces_the_scheduled_one_if_it_is_possible() -> None:
     impossible = replace(costs, pairs={pair_key(graph): graph.total_ns() + 1})
     with pytest.raises(CostError, match="measure this pair again"):
         PairCosts(MODEL, impossible).pair(forward, backward)
+
+
+def test_better_methods_cost_no_more() -> None:
+    forward, backward = (2, 5), (3, 6)
+    gains = []
+    for seed in range(14, 20):
+        costs = random_costs(MODEL, seed)
+        align, defer, exact = (
+            PairCosts(MODEL, costs, method=method).pair(forward, backward) for method in ("align", "defer", "exact")
+        )
+        assert align >= defer >= exact
+        gains.append(align - exact)
+    assert max(gains) > 0
 
 
 def test_contention_stretches_the_estimate_by_the_overlap_only() -> None:

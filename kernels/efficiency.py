@@ -1,0 +1,126 @@
+"""Upper bounds of what a grouped product can reach on a GPU, from sizes alone: no measurement, no tuning.
+
+bound = min(peak x tile efficiency x wave efficiency, intensity x bandwidth). Tile efficiency is the share of the
+computed tiles that is wanted: rows of the last tile of each expert and columns past N are computed in vain. Wave
+efficiency is the share of the SMs' time that has a tile, tiles taking equally long. Real kernels stay below: prologue
+and epilogue, instruction issue, power limits and L2 misses are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from tessera_rt.kernels.config_table import WGRAD, Config
+from tessera_rt.kernels.shapes import ExpertShape
+from tessera_rt.kernels.work import Work, gate_backward_work, rows_gemm_work, wgrad_work
+
+HALF_BYTES, FLOAT_BYTES = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A GPU's limits: dense bf16 operations per second, bytes per second, SMs."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    sms: int
+
+
+# Vendor's data sheets: H100 SXM (989 TFLOPS dense bf16, 3.35 TB/s) and B200 (2250 TFLOPS dense bf16, 8 TB/s).
+PEAKS = {"sm90": Peak("H100 SXM", 989e12, 3.35e12, 132), "sm100": Peak("B200", 2250e12, 8.0e12, 148)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What one launch can reach at best, and why."""
+
+    kernel: str
+    model: str
+    sizes: str
+    rows_per_expert: float
+    work: Work
+    tile_efficiency: float
+    wave_efficiency: float
+    compute_bound: float  # operations per second
+    memory_bound: float
+
+    @property
+    def flops(self) -> float:
+        """The lower of the two bounds."""
+        return min(self.compute_bound, self.memory_bound)
+
+    @property
+    def limited_by(self) -> str:
+        return "memory" if self.memory_bound < self.compute_bound else "compute"
+
+
+def product_sizes(kernel: str, shape: ExpertShape, weight: str = "gate_up") -> tuple[int, int]:
+    """(N, K) of the product that a kernel does: for the weight gradient, those of the weight."""
+    match kernel:
+        case "forward_gate":
+            return shape.product, shape.hidden
+        case "forward":
+            return shape.hidden, shape.intermediate
+        case "gate_backward":
+            return shape.intermediate, shape.hidden
+        case "dgrad":
+            return shape.hidden, shape.product
+        case _:
+            gate_up = (shape.product, shape.hidden)
+            return gate_up if weight == "gate_up" else (shape.hidden, shape.intermediate)
+
+
+def work_of(kernel: str, shape: ExpertShape, n: int, k: int, block_n: int) -> Work:
+    """Operations and bytes of one launch in bf16, main gradients in fp32."""
+    rows, experts = shape.rows, shape.local_experts
+    if kernel in WGRAD:
+        accumulate = kernel == "wgrad_accumulate"
+        return wgrad_work(
+            rows=rows, experts=experts, n=n, k=k, element=HALF_BYTES,
+            out_element=FLOAT_BYTES if accumulate else HALF_BYTES, accumulate=accumulate,
+        )  # fmt: skip
+    if kernel == "gate_backward":
+        partials = ceil(n / block_n)
+        return gate_backward_work(
+            rows=rows, experts=experts, n=n, k=k, element=HALF_BYTES, pre=shape.product, partials=partials
+        )
+    gated = kernel == "forward_gate"
+    return rows_gemm_work(
+        rows=rows, experts=experts, n=n, k=k, element=HALF_BYTES,
+        out_columns=shape.intermediate if gated else n, saved=n if gated else 0,
+        biased=shape.bias and kernel != "dgrad",
+    )  # fmt: skip
+
+
+def bound_of(
+    kernel: str, shape: ExpertShape, config: Config, peak: Peak, *, sms: int, weight: str = "gate_up"
+) -> Bound:
+    """The bound of a launch on ``sms`` SMs under uniform routing, where every expert has the same rows."""
+    n, k = product_sizes(kernel, shape, weight)
+    per_expert = shape.rows / shape.local_experts
+    gated = kernel == "forward_gate" and shape.gate.gated
+    if kernel in WGRAD:
+        down, across = ceil(n / config.block_m), ceil(k / config.block_n)
+        steps = ceil(per_expert / config.block_k) * config.block_k
+        computed = down * config.block_m * across * config.block_n * steps
+    else:
+        columns = config.block_n * (2 if gated else 1)
+        down, across = ceil(per_expert / config.block_m), ceil(n / columns)
+        computed = down * config.block_m * across * columns * ceil(k / config.block_k) * config.block_k
+    tiles = down * across * shape.local_experts
+    work = work_of(kernel, shape, n, k, config.block_n)
+    tile_efficiency = per_expert * n * k / computed
+    wave_efficiency = tiles / (ceil(tiles / sms) * sms)
+    return Bound(
+        kernel=kernel if kernel not in WGRAD else f"{kernel} {weight}",
+        model=shape.name,
+        sizes=f"N {n} K {k}",
+        rows_per_expert=per_expert,
+        work=work,
+        tile_efficiency=tile_efficiency,
+        wave_efficiency=wave_efficiency,
+        compute_bound=peak.flops * sms / peak.sms * tile_efficiency * wave_efficiency,
+        memory_bound=work.intensity * peak.bandwidth,
+    )

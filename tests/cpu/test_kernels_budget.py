@@ -1,0 +1,186 @@
+"""SM budget, configuration table, launch metadata, and which kernels can share an SM."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tessera_rt.errors import SpecError
+from tessera_rt.kernels import config_table, configs, shipped
+from tessera_rt.kernels.budget import SmBudget, architecture, device_budget
+from tessera_rt.kernels.config_table import HALF, KERNELS, MINORS, TABLE
+from tessera_rt.kernels.offline import TARGETS, target_named
+from tessera_rt.kernels.shapes import SHAPES, ExpertShape
+from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
+from tessera_rt.kernels.work import Work, gate_backward_work, rows_gemm_work, wgrad_work
+
+CPU = torch.device("cpu")
+
+
+def test_budget_splits_the_sms() -> None:
+    budget = SmBudget(132, 16)
+    assert budget.compute == 116
+    assert [budget.programs(tasks) for tasks in (0, 1, 115, 116, 5000)] == [1, 1, 115, 116, 116]
+    assert device_budget(CPU, 1).compute == device_budget(CPU).compute - 1
+
+
+@pytest.mark.parametrize(("total", "communication"), [(0, 0), (4, 4), (4, -1), (4, 9)])
+def test_impossible_budgets_are_refused(total: int, communication: int) -> None:
+    with pytest.raises(SpecError, match="SM budget"):
+        SmBudget(total, communication)
+
+
+def test_library_gemms_obey_the_budget_and_the_former_setting_returns() -> None:
+    def carveout() -> int | None:
+        return torch._C._get_sm_carveout_experimental()  # type: ignore[no-any-return]
+
+    before = carveout()
+    with SmBudget(132, 20).library_gemms():
+        assert carveout() == 20
+        with SmBudget(132).library_gemms():
+            assert carveout() is None
+        assert carveout() == 20
+    assert carveout() == before
+
+
+def test_architecture_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert architecture(CPU) == "interpreter"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(SpecError, match="a CUDA device"):
+        architecture(CPU)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100", "interpreter"])
+@pytest.mark.parametrize("minor", MINORS)
+def test_every_choice_has_a_configuration(arch: str, minor: str) -> None:
+    choices = configs.all_choices(arch, minor, (*HALF, "float32"))
+    assert {choice.kernel for choice in choices} == set(KERNELS)
+    for choice in choices:
+        config = configs.config_for(choice)
+        for block in (config.block_m, config.block_n, config.block_k, config.warps):
+            assert block & (block - 1) == 0, choice
+        assert (config.slices in (4, 8) and config.block_m in configs.tile_heights(arch)) or "wgrad" in choice.kernel
+
+
+def test_other_architectures_take_the_any_size_class() -> None:
+    assert configs.tile_heights("sm80") == (64,)
+
+
+def test_unknown_choice_is_named() -> None:
+    choice = configs.Choice(kernel="conv", dtype="bfloat16", size="large", architecture="sm90", minor="3.9")
+    with pytest.raises(SpecError, match="conv"):
+        configs.config_for(choice)
+
+
+def test_fingerprint_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = configs.fingerprint("sm90", "3.9")
+    assert before == configs.fingerprint("sm90", "3.9") and len(before) == 64
+    assert before != configs.fingerprint("sm100", "3.9") != configs.fingerprint("sm100", "3.6")
+    changed = dataclasses.replace(TABLE[-1], config=dataclasses.replace(TABLE[-1].config, stages=2))
+    monkeypatch.setattr(configs, "TABLE", (*TABLE[:-1], changed))
+    assert configs.fingerprint("sm90", "3.9") != before
+
+
+@pytest.mark.parametrize(("version", "minor"), [("3.6.0", "3.6"), ("3.9.1", "3.9")])
+def test_known_triton_versions(monkeypatch: pytest.MonkeyPatch, version: str, minor: str) -> None:
+    monkeypatch.setattr(configs.triton, "__version__", version)
+    assert configs.triton_minor() == minor
+
+
+def test_newer_triton_warns_and_older_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs.triton, "__version__", "3.11.0")
+    with pytest.warns(UserWarning, match=r"3\.11 is newer"):
+        assert configs.triton_minor() == MINORS[-1]
+    monkeypatch.setattr(configs.triton, "__version__", "3.5.1")
+    with pytest.raises(SpecError, match=r"at least 3\.6"):
+        configs.triton_minor()
+
+
+def test_rows_of_the_table_are_reachable() -> None:
+    """A row that a former one always hides is a mistake."""
+    used = set()
+    for arch in ("sm90", "sm100", "interpreter"):
+        for minor in MINORS:
+            for choice in configs.all_choices(arch, minor, (*HALF, "float32")):
+                config = configs.config_for(choice)
+                used.add(next(i for i, row in enumerate(TABLE) if row.config is config))
+    assert used == set(range(len(TABLE)))
+
+
+def test_blocks_share_an_sm_when_everything_fits() -> None:
+    """A put kernel of 46 registers x 256 threads fits beside a product of 170 x 256; one with more does not."""
+    sm90 = TARGETS["sm90"]
+    product = Footprint(registers=176 * 256, shared_bytes=181_272, threads=256)
+    put = Footprint(registers=48 * 256, shared_bytes=1024, threads=256)
+    assert can_share(product, put, sm90) and blocks_per_sm(product, sm90) == 1
+    for greedy in (
+        dataclasses.replace(put, registers=96 * 256),
+        dataclasses.replace(put, shared_bytes=64_000),
+        dataclasses.replace(put, threads=1920),
+    ):
+        assert not can_share(product, greedy, sm90)
+    assert blocks_per_sm(put, sm90) == 5
+
+
+def test_unknown_target_is_named() -> None:
+    with pytest.raises(SpecError, match="sm90, sm100"):
+        target_named("sm70")
+
+
+def test_work_of_the_products() -> None:
+    plain = rows_gemm_work(rows=10, experts=2, n=6, k=4, element=2, out_columns=6)
+    assert plain == Work(2 * 10 * 6 * 4, 2 * (10 * 4 + 10 * 6 + 2 * 6 * 4))
+    gated = rows_gemm_work(rows=10, experts=2, n=6, k=4, element=2, out_columns=3, saved=6, biased=True)
+    assert gated == Work(480, 2 * (10 * (4 + 3 + 6) + 2 * 6 * 5))
+    assert gate_backward_work(rows=10, experts=2, n=3, k=4, element=2, pre=6, partials=1) == Work(
+        240, 2 * (10 * (4 + 3 + 12) + 2 * 3 * 4) + 40
+    )
+    write = wgrad_work(rows=10, experts=2, n=3, k=4, element=2, out_element=4, accumulate=False)
+    assert write == Work(240, 2 * 10 * 7 + 4 * 24)
+    assert wgrad_work(rows=10, experts=2, n=3, k=4, element=2, out_element=4, accumulate=True).bytes == 140 + 192
+
+
+def test_every_shipped_kernel_states_its_work() -> None:
+    """Launch metadata of each kernel, evaluated on the arguments of a launch."""
+    for launch in shipped.shipped_launches(
+        "sm90", "3.9", dtypes=("bfloat16",), sizes=("large", "any"), shapes=SHAPES[:1]
+    ):
+        describe = launch.function.kwargs["launch_metadata"]
+        names = launch.function.arg_names
+        arguments = dict(zip(names, launch.args, strict=False)) | launch.options
+        kernel = dataclasses.make_dataclass("Kernel", ["name"])(launch.kernel)
+        stated = describe((1,), kernel, arguments)
+        assert stated["name"] == launch.kernel and stated["bytes"] > 0 and stated["flops"] >= 0
+        if launch.kernel in KERNELS:
+            assert stated["flops"] > 0
+
+
+def test_shapes_are_those_of_the_presets() -> None:
+    presets = Path(__file__).parents[2] / "tessera_rt" / "presets"
+    for shape in SHAPES:
+        spec = yaml.safe_load((presets / f"{shape.name}.yaml").read_text(encoding="utf-8"))
+        layer = _first_moe(spec["layers"])
+        want = (layer.get("latent") or spec["hidden"], layer["intermediate"], layer["experts"], layer["top_k"])
+        assert (shape.hidden, shape.intermediate, shape.experts, shape.top_k) == want, shape.name
+        activation = layer.get("activation", "swiglu")
+        assert shape.gate.activation.name.lower() == activation and shape.bias == layer.get("bias", False)
+
+
+def _first_moe(layers: list[dict[str, object]]) -> dict[str, object]:
+    for entry in layers:
+        nested = entry.get("layers")
+        found = _first_moe(nested) if isinstance(nested, list) else entry.get("feed_forward")
+        if isinstance(found, dict) and found.get("kind") == "moe":
+            return found
+    return {}
+
+
+def test_shape_sizes() -> None:
+    shape = ExpertShape(name="x", hidden=8, intermediate=4, experts=16, top_k=2)
+    assert (shape.product, shape.local_experts, shape.rows) == (8, 2, 16384)
+    assert config_table.Config(block_m=1, block_n=1, block_k=1, warps=1, stages=1).group_m == 8

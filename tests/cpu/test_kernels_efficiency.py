@@ -1,0 +1,55 @@
+"""The analytic bounds against hand-computed numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tessera_rt.kernels.config_table import KERNELS, Config
+from tessera_rt.kernels.efficiency import PEAKS, Peak, bound_of
+from tessera_rt.kernels.shapes import SHAPES, ExpertShape
+
+SHAPE = ExpertShape(name="x", hidden=256, intermediate=128, experts=64, top_k=1)  # 8 experts of 1024 rows on a rank
+CONFIG = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
+PEAK = Peak("p", 1000.0, 1e9, 10)
+
+
+def test_forward_by_hand() -> None:
+    """8 x 8 row tiles, 2 column tiles, 10 SMs: 128 tiles in 13 rounds; nothing is computed in vain."""
+    bound = bound_of("forward", SHAPE, CONFIG, PEAK, sms=10)
+    assert bound.rows_per_expert == 1024 and bound.tile_efficiency == 1.0
+    assert bound.wave_efficiency == pytest.approx(128 / 130)
+    assert bound.compute_bound == pytest.approx(1000 * 128 / 130)
+    assert bound.work.flops == 2 * 8192 * 256 * 128
+    assert bound.work.bytes == 2 * (8192 * (128 + 256) + 8 * 256 * 128)
+    assert bound.limited_by == "compute" and bound.flops == bound.compute_bound
+
+
+def test_tiles_that_do_not_fit() -> None:
+    wide = Config(block_m=256, block_n=192, block_k=64, warps=8, stages=3)
+    bound = bound_of("forward", SHAPE, wide, PEAK, sms=7)
+    assert bound.tile_efficiency == pytest.approx(256 / 384)
+    assert bound.wave_efficiency == pytest.approx(64 / 70)
+    assert bound.compute_bound == pytest.approx(700 * 256 / 384 * 64 / 70)
+
+
+def test_a_gated_tile_has_twice_the_columns_and_wgrad_tiles_the_weight() -> None:
+    gated = bound_of("forward_gate", SHAPE, CONFIG, PEAK, sms=10)
+    assert gated.sizes == "N 256 K 256" and gated.wave_efficiency == pytest.approx(64 / 70)
+    weights = bound_of("wgrad_accumulate", SHAPE, CONFIG, PEAK, sms=10, weight="down")
+    assert weights.sizes == "N 256 K 128" and weights.wave_efficiency == pytest.approx(16 / 20)
+    assert weights.work.bytes == 8192 * (256 + 128) * 2 + 8 * 256 * 128 * 8
+
+
+def test_slow_memory_is_the_limit() -> None:
+    bound = bound_of("forward", SHAPE, CONFIG, Peak("p", 1e15, 1.0, 10), sms=10)
+    assert bound.limited_by == "memory" and bound.flops == pytest.approx(bound.work.intensity)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bounds_of_all_shapes_are_between_nothing_and_the_peak(kernel: str) -> None:
+    for shape in SHAPES:
+        for peak in PEAKS.values():
+            bound = bound_of(kernel, shape, CONFIG, peak, sms=peak.sms)
+            assert 0 < bound.flops <= peak.flops
+            assert 0 < bound.tile_efficiency <= 1 and 0 < bound.wave_efficiency <= 1
+            assert bound_of(kernel, shape, CONFIG, peak, sms=peak.sms - 16).flops < peak.flops
