@@ -343,7 +343,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for x, row in enumerate(rows):
         ep = row["set"].rpartition(" EP")[2]
         if ep.isdigit():
-            axes.scatter([x], [PAPER[int(ep)]], color="tab:red", marker="D", zorder=4, label="paper" if not x else None)
+            axes.scatter(
+                [x + width],
+                [PAPER[int(ep)]],
+                color="tab:red",
+                marker="D",
+                zorder=4,
+                label="paper's heuristic" if not x else None,
+            )
     axes.set_xticks(range(len(rows)), [row["set"].replace(" EP", "\nEP") for row in rows], fontsize=8)
     axes.set_ylabel("mean gap to the proven optimum, %")
     axes.set_title("Interleavings of overlap pairs against the optimum (lines: neighbouring tasks fused)")

@@ -2,8 +2,8 @@
 tuned while running. Every row is compiled offline for its targets by tests/cpu/test_kernels_offline.py (no spills,
 shared memory in the limit, tensor-core instructions); none has been ranked on a GPU yet.
 
-Size classes: ``large`` from about 96 rows per expert on, ``small`` below, ``any`` where rows are no multiples of 16
-bytes. Layout: ``plain``, or of a gated product ``halves`` ([gate; up]) or ``interleaved``.
+Size classes: ``large`` from about 96 rows per expert on, ``small`` below, ``any`` where widths are no multiples of
+16 elements. Layout: ``plain``, or of a gated product ``halves`` ([gate; up]) or ``interleaved``.
 """
 
 from __future__ import annotations
@@ -63,12 +63,15 @@ TABLE: tuple[Row, ...] = (
     # Few rows per expert.
     Row(kernels=("forward", "dgrad"), sizes=("small",), config=_config(64, 128, 64, 4, 4)),
     Row(kernels=("forward_gate",), sizes=("small",), config=_config(64, 64, 64, 4, 4)),
+    # Interleaved gates hold both halves of a slice at once: eight slices, or Triton 3.6 spills.
+    Row(kernels=("gate_backward",), sizes=("small",), layouts=("interleaved",), config=_config(64, 128, 64, 4, 4, 8)),
     Row(kernels=("gate_backward",), sizes=("small",), config=_config(64, 128, 64, 4, 4)),
     # Many rows per expert.
     Row(kernels=("forward", "dgrad"), config=_config(128, 256, 64, 8, 3)),
     Row(kernels=("forward_gate",), layouts=("interleaved",), config=_config(128, 64, 64, 8, 4)),
     Row(kernels=("forward_gate",), layouts=("plain",), config=_config(128, 256, 64, 8, 3)),
     Row(kernels=("forward_gate",), config=_config(128, 128, 64, 8, 3)),
+    Row(kernels=("gate_backward",), layouts=("interleaved",), config=_config(128, 128, 64, 8, 4, 8)),
     Row(kernels=("gate_backward",), config=_config(128, 128, 64, 8, 4)),
     Row(kernels=WGRAD, config=_config(128, 256, 64, 8, 3)),
 )

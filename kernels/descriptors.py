@@ -6,7 +6,6 @@ address, so the tensor must not move.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,9 +22,10 @@ def is_aligned(tensor: Tensor) -> bool:
     )
 
 
-def width_is_aligned(width: int, dtype: torch.dtype) -> bool:
-    """Whether contiguous rows of ``width`` elements start at multiples of 16 bytes."""
-    return width > 0 and width * dtype.itemsize % 16 == 0
+def width_is_aligned(width: int) -> bool:
+    """Whether rows of ``width`` elements are of the aligned class: a multiple of 16 elements, which Triton compiles
+    16-byte accesses for. (TMA alone would take any multiple of 16 bytes.)"""
+    return width > 0 and width % 16 == 0
 
 
 def plain(tensor: Tensor, block: list[int]) -> TensorDescriptor:

@@ -76,7 +76,7 @@ def expert_mlp(
     out: Tensor = _ExpertMlp.apply(
         x, weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias, router_weights,
         routed, gate, main_grads, recompute, run,
-    )  # type: ignore[no-untyped-call]  # fmt: skip
+    )  # fmt: skip
     return out
 
 

@@ -57,7 +57,7 @@ def gate_backward(
     n, k = weight.shape[1], grad.shape[1]
     d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     act = torch.empty(rows.rows, n, dtype=pre.dtype, device=pre.device)
-    aligned = width_is_aligned(k, grad.dtype) and width_is_aligned(n, grad.dtype)
+    aligned = width_is_aligned(k) and width_is_aligned(n)
     gathers = index is not None
     choice = choose("gate_backward", grad, rows.rows, rows.experts, aligned=aligned, gather=gathers, gate=gate)
     config = run.config or config_for(choice)

@@ -193,7 +193,7 @@ def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Targ
 
 def sharing_pairs(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[list[str]]:
     """Pairs of launches whose blocks fit on one SM together: a product of the large class with any other kernel."""
-    named = {}
+    named: dict[tuple[Footprint, bool], str] = {}
     for launch in launches:
         label = f"{launch.kernel}/{launch.load} {config_text(launch.config)} {launch.dtype}"
         named.setdefault((codes[launch.key].footprint, launch.is_product and launch.size == "large"), label)

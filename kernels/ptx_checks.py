@@ -17,6 +17,8 @@ _WRITE = re.compile(r"\b(?:st|atom|red)\.(?!shared|param|local)[\w.:]*")
 _LABEL = re.compile(r"^(\$?[\w$]+):")
 _BRANCH = re.compile(r"^(?:@(!?)(%\w+)\s+)?bra(?:\.uni)?\s+(\$?[\w$]+)\s*;")
 _TARGETS = re.compile(r"^(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[\w]+)")
+_POLL = re.compile(r"\b(?:ld|atom|mbarrier)\b")
+_WORK = re.compile(r"^(?:@!?%\w+\s+)?(?:st|red|bar|barrier|cp|add|sub|mad|fma|mul|wgmma|mma|tcgen05)\b")
 _LOAD = re.compile(r"\bld\.(?P<how>[\w.:]*).*\[\s*(?P<address>%\w+)")
 
 
@@ -39,19 +41,22 @@ def releases_without_barrier(ptx: str) -> list[str]:
 
 
 def plain_loads_in_wait_loops(ptx: str) -> list[str]:
-    """Loops that wait for another processor's write by a plain load of a fixed address, or that lost their load
-    altogether (the compiler moved it out): both can spin forever. Polling needs a volatile load or an atomic."""
+    """Spinning loops that poll by a plain load of a fixed address, or that have nothing left that could end them: both
+    can spin forever. A spinning loop writes no memory, has no barrier and counts nothing."""
     found = []
     for loop in _loops(_statements(ptx)):
+        if any(_WORK.match(line) for line in loop.body):
+            continue
         written = {register for line in loop.body for register in _written(line)}
-        for line in loop.body:
+        polls = [line for line in loop.body if _POLL.search(line)]
+        for line in polls:
             load = _LOAD.search(line)
             if load and "global" in load["how"]:
                 strong = any(word in load["how"] for word in ("volatile", "acquire", "relaxed", "mmio"))
                 if not strong and load["address"] not in written:
                     found.append(line)
-        if not _can_end(loop, written):
-            found.append(f"loop {loop.label} has no load that could end it")
+        if not polls:
+            found.append(f"loop {loop.label} polls nothing")
     return found
 
 
@@ -76,7 +81,6 @@ def plain_waits_in_source(source: str) -> list[str]:
 class _Loop:
     label: str
     body: Sequence[str]
-    predicate: str  # of the branch back; "" if it is always taken
 
 
 def _loops(lines: Sequence[str]) -> Iterator[_Loop]:
@@ -87,16 +91,7 @@ def _loops(lines: Sequence[str]) -> Iterator[_Loop]:
             labels[label[1]] = number
         branch = _BRANCH.match(line)
         if branch and branch[3] in labels:
-            yield _Loop(branch[3], lines[labels[branch[3]] : number + 1], branch[2] or "")
-
-
-def _can_end(loop: _Loop, written: set[str]) -> bool:
-    if loop.predicate:
-        return loop.predicate in written
-    inside = {match[1] for line in loop.body if (match := _LABEL.match(line))}
-    exits = [branch for line in loop.body if (branch := _BRANCH.match(line)) and branch[3] not in inside]
-    returns = any(re.search(r"\b(?:ret|exit|trap)\b", line) for line in loop.body)
-    return returns or any(branch[2] is None or branch[2] in written for branch in exits)
+            yield _Loop(branch[3], lines[labels[branch[3]] : number + 1])
 
 
 def _written(line: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The rows GEMM: products of rows ordered by expert with their expert's weight; forward and input gradient.
 
-Two classes. *Aligned*: row widths are multiples of 16 bytes; tensor cores fed by TMA. Inputs whose strides TMA cannot
+Two classes. *Aligned*: row widths are multiples of 16 elements; tensor cores fed by TMA. Inputs whose strides TMA cannot
 read (transposed, expanded, sliced) are copied once. *Any size*: masked pointers, any strides, no speed claimed. Which
 one runs follows from sizes and dtype alone, so that bits do not depend on strides or addresses.
 """
@@ -60,7 +60,7 @@ def rows_gemm(
     pre = torch.empty(rows.rows, n_product, dtype=x.dtype, device=x.device) if save_pre else None
     if rows.rows == 0 or n == 0:
         return out, pre
-    aligned = width_is_aligned(k, x.dtype) and width_is_aligned(n, x.dtype)
+    aligned = width_is_aligned(k) and width_is_aligned(n)
     name = kind or ("forward" if gate.activation is Activation.NONE else "forward_gate")
     choice = choose(name, x, rows.rows, rows.experts, aligned=aligned, gather=index is not None, gate=gate)
     config = run.config or config_for(choice)

@@ -128,9 +128,11 @@ def _rows(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Ite
     ints = _like("int32")
     tensors = (x if bias else None, x, x if options["SAVE_PRE"] else None, ints if gather else None, ints, ints, ints)
     if choice.size == "any":
-        sizes = (n, k, k, 1, n_product * k, k, 1, shape.top_k, gate.alpha, gate.limit)
-        yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_any, (x, x, *tensors, None, *sizes), options)
+        strides = (k, 1, n_product * k, k, 1)
+        args = (x, x, *tensors, None, n, k, *strides, shape.top_k, gate.alpha, gate.limit)
+        yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_any, args, options)
         return
+    args: tuple[Any, ...]
     columns = 2 * config.block_n if gate.gated else config.block_n
     if gate.gated and not gate.interleaved:
         weight = (
@@ -143,9 +145,8 @@ def _rows(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Ite
     else:
         weight = _described(choice.dtype, (shape.local_experts, k, n_product), (1, config.block_k, columns))
     a = x if gather else _described(choice.dtype, (shape.rows, k), (config.block_m, config.block_k))
-    sizes = (n, k, k, shape.top_k, gate.alpha, gate.limit)
     flags = {"N_FIRST": n_first, "EVEN_K": k % config.block_k == 0}
-    args = (a, weight, *tensors, None, *sizes)
+    args = (a, weight, *tensors, None, n, k, k, shape.top_k, gate.alpha, gate.limit)
     yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_aligned, args, options | flags)
 
 
@@ -163,8 +164,7 @@ def _gate_backward_launch(shape: ExpertShape, choice: Choice, config: Config, ga
         x, floats if gather else None, x, x, floats if gather else None, ints if gather else None, ints, ints, ints,
     )  # fmt: skip
     if choice.size == "any":
-        sizes = (n, k, k, 1, n * k, 1, n, shape.top_k, gate.alpha, gate.limit)
-        args = (x, x, *tensors, None, *sizes)
+        args = (x, x, *tensors, None, n, k, k, 1, n * k, 1, n, shape.top_k, gate.alpha, gate.limit)
         yield _launch(shape, choice, config, f"N {n} K {k}", gate_backward_any, args, options)
         return
     block = (1, config.block_n, config.block_k) if n_first else (1, config.block_k, config.block_n)

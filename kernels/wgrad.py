@@ -58,7 +58,7 @@ def wgrad(
         return out
     if rows.rows == 0:
         return out.zero_()
-    aligned = width_is_aligned(p, grad.dtype) and width_is_aligned(q, grad.dtype)
+    aligned = width_is_aligned(p) and width_is_aligned(q)
     kind = "wgrad_accumulate" if accumulate else "wgrad_write"
     choice = choose(kind, grad, rows.rows, rows.experts, aligned=aligned, gather=gathers)
     config = run.config or config_for(choice)

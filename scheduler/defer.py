@@ -18,12 +18,15 @@ from dataclasses import replace
 
 from tessera_rt.scheduler.lane_graph import COMM, COMP, LaneGraph
 
+WORK = 400
+"""Tasks that may be listed in changes of one graph: with two orders to begin with, about a millisecond."""
 
-def defer_order(lanes: LaneGraph, *, passes: int = 2) -> list[int]:
-    """Positions of all tasks in order. ``passes``: how often every change is tried (fewer when none helps).
 
-    Two list schedulings, and one more for every task that makes another one wait, which is below a millisecond for most
-    pairs of one to four layers each.
+def defer_order(lanes: LaneGraph, *, work: int = WORK) -> list[int]:
+    """Positions of all tasks in order.
+
+    Two list schedulings, and one more for every change that is tried: at most ``work`` tasks are listed for these, or
+    one change for a graph that is larger than that.
     """
     bound = lanes.bound()
     bits = [False] * len(lanes)
@@ -36,25 +39,22 @@ def defer_order(lanes: LaneGraph, *, passes: int = 2) -> list[int]:
         if makespan == bound:
             return best
     held = lanes
-    for _ in range(passes):
-        improved = False
-        tried: set[tuple[int, int]] = set()
-        while makespan > bound:
-            change = next((change for change in _changes(held, best, bits) if change not in tried), None)
-            if change is None:
-                break
-            tried.add(change)
-            task, behind = change
-            moved, trial = list(bits), held
-            if behind < 0:
-                moved[task] = not moved[task]
-            else:
-                trial = _behind(held, task, behind)
-            order, length = _placed(trial, rank, moved)
-            if length < makespan:
-                best, makespan, bits, held, improved = order, length, moved, trial, True
-        if not improved:
+    tried: set[tuple[int, int]] = set()
+    while makespan > bound and work > 0:
+        change = next((change for change in _changes(held, best, bits) if change not in tried), None)
+        if change is None:
             break
+        tried.add(change)
+        work -= len(lanes)
+        task, behind = change
+        moved, trial = list(bits), held
+        if behind < 0:
+            moved[task] = not moved[task]
+        else:
+            trial = _behind(held, task, behind)
+        order, length = _placed(trial, rank, moved)
+        if length < makespan:
+            best, makespan, bits, held = order, length, moved, trial
     return best
 
 

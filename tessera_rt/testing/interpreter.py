@@ -229,7 +229,7 @@ def _run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
         name: value if name in executor.constexprs else stock._implicit_cvt(value) for name, value in bound.items()
     }
     sizes = tuple(executor.grid(arguments) if callable(executor.grid) else executor.grid)
-    grid = (*sizes, 1, 1)[:3]
+    grid: tuple[int, int, int] = (*sizes, 1, 1)[:3]
     log = _log.get()
     if log is not None:
         log.append(Launch(function.__name__, grid))
@@ -241,7 +241,7 @@ def _run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
             function(**arguments)
 
     order, seed = _order.get()
-    programs = list(itertools.product(*map(range, grid)))
+    programs = list(itertools.product(range(grid[0]), range(grid[1]), range(grid[2])))
     if order is ProgramOrder.REVERSED:
         programs.reverse()
     elif order is ProgramOrder.SHUFFLED:

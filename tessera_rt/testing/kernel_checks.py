@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,15 @@ def assert_near(name: str, got: Tensor, want: Tensor, *, ratio: float | None = N
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN (floats) or the largest integer in this context."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    filling.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        filling.fill_uninitialized_memory = before[1]
 
 
 def offsets_of(counts: Sequence[int]) -> Tensor:

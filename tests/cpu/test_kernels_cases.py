@@ -52,7 +52,7 @@ EXPECTED = {
     "formulations": 15,
     "reported-faults": 10,
 }
-QUICK = ("own-", "f-", "eg-small", "tk-0", "tk-5", "tk-block", "tk-swiglu", "lg-1", "sc-1", "mb-4", "dg-k-empty")
+QUICK = ("own-", "f-", "eg-small", "tk-0", "tk-5", "tk-block", "tk-swiglu", "lg-1", "mb-4", "dg-k-empty")
 QUICK_NOT = ("f-place-4096",)
 
 

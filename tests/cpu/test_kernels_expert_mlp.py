@@ -32,10 +32,10 @@ OSS = Gate(activation=Activation.SWIGLU_OSS, interleaved=True, limit=3.0)
 # tokens, experts, hidden, intermediate, top_k, gate, bias, transposed, recompute
 LAYERS = {
     "swiglu": (17, 4, 64, 32, 2, Gate(), False, False, False),
-    "recomputed-transposed": (17, 5, 64, 40, 3, Gate(), False, True, True),
-    "gpt-oss": (33, 5, 32, 40, 3, OSS, True, True, False),
+    "recomputed-transposed": (17, 5, 64, 48, 3, Gate(), False, True, True),
+    "gpt-oss": (33, 5, 32, 48, 3, OSS, True, True, False),
     "geglu-odd": (9, 7, 11, 13, 3, Gate(activation=Activation.GEGLU), True, False, True),
-    "relu2": (20, 3, 24, 56, 2, Gate(activation=Activation.RELU2), False, False, False),
+    "relu2": (20, 3, 32, 80, 2, Gate(activation=Activation.RELU2), False, False, False),
     "relu2-odd-biased": (9, 6, 11, 13, 3, Gate(activation=Activation.RELU2), True, True, False),
     "one-token": (1, 8, 16, 16, 1, Gate(), False, False, False),
     "no-token": (0, 8, 16, 16, 2, Gate(), True, False, False),

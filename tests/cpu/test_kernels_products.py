@@ -40,7 +40,7 @@ GATES = [
     Gate(activation=Activation.GEGLU_TANH),
     Gate(activation=Activation.RELU2),
 ]
-SIZES = {"aligned": (48, 40), "any": (14, 7)}
+SIZES = {"aligned": (48, 80), "any": (14, 7)}
 
 
 def _gate_id(gate: Gate) -> str:
@@ -114,7 +114,7 @@ def test_forward(gate: Gate, dtype: torch.dtype, n: int, k: int) -> None:
 @pytest.mark.parametrize("gate", [NO_GATE, Gate(), Gate(activation=Activation.SWIGLU_OSS, interleaved=True)])
 @pytest.mark.parametrize("n", [48, 14])
 def test_gathered_rows_and_both_weight_layouts(gate: Gate, transposed: bool, n: int) -> None:
-    k, dtype = 40, torch.float32
+    k, dtype = 80, torch.float32
     columns = 2 * n if gate.gated else n
     x, weight = _draw(9, k, dtype=dtype), _draw(4, columns, k, dtype=dtype, seed=1, scale=k**-0.5)
     if transposed:
@@ -142,7 +142,7 @@ def test_only_the_product_is_written_when_asked_and_recomputing_gives_the_same_b
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice", "every-second"])
-@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (14, 7)], ids=["aligned", "any"])
 def test_any_strides_give_the_same_bits(layout: str, n: int, k: int) -> None:
     change = _strided(layout)
     x, weight = _draw(ROWS, k, dtype=torch.bfloat16), _draw(4, n, k, dtype=torch.bfloat16, seed=1)
@@ -158,7 +158,7 @@ def test_any_strides_give_the_same_bits(layout: str, n: int, k: int) -> None:
     assert torch.equal(bias_gradient(change(grad), _rows(), torch.empty(4, n), accumulate=False), d_bias)
 
 
-@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (14, 7)], ids=["aligned", "any"])
 def test_stride_0_gradients(n: int, k: int) -> None:
     """Case 50: ``sum()`` gives an expanded gradient."""
     weight, x = _draw(4, n, k, dtype=torch.float32), _draw(ROWS, k, dtype=torch.float32)
@@ -196,7 +196,7 @@ def test_gate_backward(gate: Gate, dtype: torch.dtype, n: int, k: int, gathered:
     assert_near("partials", partials[:total].double().sum(-1), want[2][:total], ratio=1e-5)
 
 
-@pytest.mark.parametrize(("n", "k"), [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (14, 7)], ids=["aligned", "any"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gather", ["", "grad", "x"])
 @pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -243,11 +243,11 @@ def test_bias_gradient() -> None:
 def test_counts(counts: list[int]) -> None:
     """Zero rows, one row, all rows to one expert, tails of every length."""
     rows, experts = sum(counts), len(counts)
-    x, weight = _draw(rows, 40, dtype=torch.float32), _draw(experts, 24, 40, dtype=torch.float32, seed=1)
+    x, weight = _draw(rows, 48, dtype=torch.float32), _draw(experts, 32, 48, dtype=torch.float32, seed=1)
     out, _ = rows_gemm(x, weight, _rows(counts, rows))
     want, _ = reference.rows_gemm(x.double(), weight.double(), offsets_of(counts), rows)
     assert_near("out", out, want)
-    d_weight = wgrad(out, x, _rows(counts, rows), torch.full((experts, 24, 40), torch.nan), accumulate=False)
+    d_weight = wgrad(out, x, _rows(counts, rows), torch.full((experts, 32, 48), torch.nan), accumulate=False)
     assert_near("d weight", d_weight, reference.wgrad(out.double(), x.double(), offsets_of(counts)))
 
 
@@ -268,7 +268,7 @@ def _everything(run: Run, rows: ExpertRows, dtype: torch.dtype, sizes: tuple[int
     return [out, pre, d_pre, act, router_weight_gradient(partials, position, run=run), d_weight, d_bias]
 
 
-@pytest.mark.parametrize("sizes", [(48, 40), (14, 7)], ids=["aligned", "any"])
+@pytest.mark.parametrize("sizes", [(48, 80), (14, 7)], ids=["aligned", "any"])
 def test_bits_do_not_depend_on_grid_and_order(sizes: tuple[int, int]) -> None:
     rows = _rows()
     want = _everything(Run(budget=SmBudget(132)), rows, torch.bfloat16, sizes)
@@ -278,9 +278,9 @@ def test_bits_do_not_depend_on_grid_and_order(sizes: tuple[int, int]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (sms, order)
 
 
-@pytest.mark.parametrize("k", [40, 7])
+@pytest.mark.parametrize("k", [48, 7])
 def test_a_row_has_the_same_bits_under_other_neighbours(k: int) -> None:
-    weight = _draw(3, 40, k, dtype=torch.bfloat16, seed=1)
+    weight = _draw(3, 48, k, dtype=torch.bfloat16, seed=1)
     token = _draw(1, k, dtype=torch.bfloat16, seed=2)
     results = []
     for seed, counts, place in [(3, [9, 0, 50], 4), (4, [1, 1, 1], 0), (5, [70, 3, 2], 37), (6, [128, 0, 0], 127)]:
@@ -300,9 +300,9 @@ SHIPPED_BLOCKS = [
 
 @pytest.mark.parametrize("config", SHIPPED_BLOCKS, ids=lambda config: f"{config.block_m}x{config.block_n}")
 def test_shipped_block_sizes(config: Config) -> None:
-    """The blocks that run on a GPU, at sizes that are no multiples of them; I = 152 is none of 64 or 128."""
+    """The blocks that run on a GPU, at sizes that are no multiples of them; I = 144 is no multiple of 64."""
     run = Run(config=config)
-    counts, n, k = [70, 0, 3, 130], 152, 136
+    counts, n, k = [70, 0, 3, 130], 144, 176
     rows, total = _rows(counts, 210), sum(counts)
     for gate, transposed in [(Gate(), False), (Gate(activation=Activation.SWIGLU_OSS, interleaved=True), True)]:
         x, weight = _draw(210, k, dtype=torch.bfloat16), _draw(4, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.1)
@@ -330,12 +330,12 @@ def test_shipped_block_sizes(config: Config) -> None:
 def test_the_real_grid_can_be_read_back() -> None:
     trace = torch.full((8, 2), -1, dtype=torch.int32)
     run = Run(budget=SmBudget(10, 3), trace=trace)
-    weight, x = _draw(4, 96, 40, dtype=torch.bfloat16), _draw(ROWS, 40, dtype=torch.bfloat16)
+    weight, x = _draw(4, 96, 48, dtype=torch.bfloat16), _draw(ROWS, 48, dtype=torch.bfloat16)
     pre, gate = _draw(ROWS, 96, dtype=torch.bfloat16), Gate(activation=Activation.RELU2)
     for launch in (
         lambda: rows_gemm(x, weight, _rows(), run=run),
         lambda: gate_backward(x, weight, pre, _rows(), gate=gate, run=run),
-        lambda: wgrad(x, x, _rows(), torch.zeros(4, 40, 40), accumulate=True, run=run),
+        lambda: wgrad(x, x, _rows(), torch.zeros(4, 48, 48), accumulate=True, run=run),
         lambda: rows_gemm(x[:, :7], weight[:, :, :7], _rows(), run=run),
     ):
         trace.fill_(-1)

@@ -37,8 +37,9 @@ LOOPS = {
         "$L1:\nld.global.b32 %r1, [%rd1];\nadd.s64 %rd1, %rd1, 4;\nsetp.lt.u64 %p1, %rd1, %rd2;\n@%p1 bra $L1;",
         [],
     ),
-    "lost load": ("setp.lt.s32 %p1, %r1, 5;\n$L1:\n@%p1 bra $L1;", ["loop $L1 has no load that could end it"]),
-    "no way out": ("$L1:\nadd.s32 %r1, %r1, 1;\nbra.uni $L1;", ["loop $L1 has no load that could end it"]),
+    "lost load": ("setp.lt.s32 %p1, %r1, 5;\n$L1:\n@%p1 bra $L1;", ["loop $L1 polls nothing"]),
+    "nothing at all": ("$L1:\nbra.uni $L1;", ["loop $L1 polls nothing"]),
+    "a loop that works": ("$L1:\nld.global.b32 %r1, [%rd1];\nst.global.b32 [%rd2], %r1;\n@%p1 bra $L1;", []),
     "exit in the middle": (
         "$L1:\nadd.s32 %r1, %r1, 1;\nsetp.lt.s32 %p1, %r1, 5;\n@!%p1 bra $L2;\nbra.uni $L1;\n$L2:",
         [],
