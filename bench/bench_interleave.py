@@ -34,10 +34,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from tessera_rt.cost_sources.device import load_device
+from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import Recompute, Workload
-from tessera_rt.device import load_device
-from tessera_rt.model_files import load_model
-from tessera_rt.roofline import roofline_costs
+from tessera_rt.files.model_files import load_model
 from tessera_rt.scheduler.defer import defer_order
 from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.scheduler.interleave import interleave, prove

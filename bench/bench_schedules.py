@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from tessera_rt.cost_sources.device import DeviceSpec, load_device
+from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Workload
-from tessera_rt.device import DeviceSpec, load_device
-from tessera_rt.model_files import load_model
+from tessera_rt.files.model_files import load_model
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, compare
-from tessera_rt.roofline import roofline_costs
 from tessera_rt.tasks import TaskKind, parse_task_name
 
 RESULTS = Path(__file__).with_name("results")

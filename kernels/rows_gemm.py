@@ -1,8 +1,8 @@
 """The rows GEMM: products of rows ordered by expert with their expert's weight; forward and input gradient.
 
-Two classes. *Aligned*: row widths are multiples of 16 elements; tensor cores fed by TMA. Inputs whose strides TMA cannot
-read (transposed, expanded, sliced) are copied once. *Any size*: masked pointers, any strides, no speed claimed. Which
-one runs follows from sizes and dtype alone, so that bits do not depend on strides or addresses.
+Two classes. *Aligned*: row widths are multiples of 16 elements; tensor cores fed by TMA. Inputs whose strides TMA
+cannot read (transposed, expanded, sliced) are copied once. *Any size*: masked pointers, any strides, no speed claimed.
+Which one runs follows from the sizes alone, so that bits do not depend on strides or addresses.
 """
 
 from __future__ import annotations

@@ -129,10 +129,9 @@ def _rows(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Ite
     tensors = (x if bias else None, x, x if options["SAVE_PRE"] else None, ints if gather else None, ints, ints, ints)
     if choice.size == "any":
         strides = (k, 1, n_product * k, k, 1)
-        args = (x, x, *tensors, None, n, k, *strides, shape.top_k, gate.alpha, gate.limit)
-        yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_any, args, options)
+        strided = (x, x, *tensors, None, n, k, *strides, shape.top_k, gate.alpha, gate.limit)
+        yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_any, strided, options)
         return
-    args: tuple[Any, ...]
     columns = 2 * config.block_n if gate.gated else config.block_n
     if gate.gated and not gate.interleaved:
         weight = (
@@ -164,8 +163,8 @@ def _gate_backward_launch(shape: ExpertShape, choice: Choice, config: Config, ga
         x, floats if gather else None, x, x, floats if gather else None, ints if gather else None, ints, ints, ints,
     )  # fmt: skip
     if choice.size == "any":
-        args = (x, x, *tensors, None, n, k, k, 1, n * k, 1, n, shape.top_k, gate.alpha, gate.limit)
-        yield _launch(shape, choice, config, f"N {n} K {k}", gate_backward_any, args, options)
+        strided = (x, x, *tensors, None, n, k, k, 1, n * k, 1, n, shape.top_k, gate.alpha, gate.limit)
+        yield _launch(shape, choice, config, f"N {n} K {k}", gate_backward_any, strided, options)
         return
     block = (1, config.block_n, config.block_k) if n_first else (1, config.block_k, config.block_n)
     weight = _described(choice.dtype, (shape.local_experts, *((n, k) if n_first else (k, n))), block)
@@ -196,8 +195,8 @@ def _wgrad_launches(shape: ExpertShape, choice: Choice, config: Config, _gate: G
         sizes = (shape.rows, shape.local_experts, p, q)
         text = f"{weight} N {n} K {k}"
         if choice.size == "any":
-            args = (x, x, out, index, ints, None, *sizes, p, 1, q, 1, shape.top_k)
-            yield _launch(shape, choice, config, text, wgrad_any, args, options)
+            strided = (x, x, out, index, ints, None, *sizes, p, 1, q, 1, shape.top_k)
+            yield _launch(shape, choice, config, text, wgrad_any, strided, options)
             continue
         left = x if gather_left else _ragged(choice.dtype, p, config.block_k, config.block_m)
         right = x if gather_right else _ragged(choice.dtype, q, config.block_k, config.block_n)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tessera_rt.cost_sources.layer_shapes import embedding_uses
 from tessera_rt.costs import CostTable
-from tessera_rt.layer_shapes import embedding_uses
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import RankMemory
 from tessera_rt.planner.candidates import Bounds, Range, ranges

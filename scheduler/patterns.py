@@ -20,14 +20,14 @@ import networkx as nx
 import yaml
 
 from tessera_rt.errors import Problem, ScheduleError
+from tessera_rt.files.task_names import expand_each
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Interleaving
 from tessera_rt.scheduler.graphs import to_networkx
 from tessera_rt.scheduler.interleave import interleave
 from tessera_rt.scheduler.list_schedule import interleaving
-from tessera_rt.task_names import expand_each
 from tessera_rt.tasks import Pass, TaskGraph, chunk_tasks
-from tessera_rt.yaml_text import parse_yaml
 
 _LAYER = re.compile(r"[Ll]ayer(\d+)")
 _ROOT = "overlap_plans"

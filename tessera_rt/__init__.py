@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from tessera_rt.cost_files import load_cost_table, save_cost_table
+    from tessera_rt.cost_sources.device import load_device
+    from tessera_rt.cost_sources.roofline import roofline_costs
     from tessera_rt.costs import CostTable, Recompute, Workload
-    from tessera_rt.device import load_device
     from tessera_rt.errors import TesseraError
-    from tessera_rt.model_files import load_model, preset_ids
+    from tessera_rt.files.cost_files import load_cost_table, save_cost_table
+    from tessera_rt.files.model_files import load_model, preset_ids
+    from tessera_rt.files.plan_files import load_plan, save_plan
     from tessera_rt.model_spec import ModelSpec
     from tessera_rt.plan import Mesh, Plan
     from tessera_rt.plan_check import check_plan
-    from tessera_rt.plan_files import load_plan, save_plan
     from tessera_rt.planner.build import build_plan
     from tessera_rt.planner.explain import explain
-    from tessera_rt.roofline import roofline_costs
     from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, terminal_grid
     from tessera_rt.scheduler.simulate import simulate
     from tessera_rt.timeline import Timeline
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES: Final = {
-    "cost_files": ("load_cost_table", "save_cost_table"),
+    "files.cost_files": ("load_cost_table", "save_cost_table"),
     "costs": ("CostTable", "Recompute", "Workload"),
-    "device": ("load_device",),
+    "cost_sources.device": ("load_device",),
     "errors": ("TesseraError",),
-    "model_files": ("load_model", "preset_ids"),
+    "files.model_files": ("load_model", "preset_ids"),
     "model_spec": ("ModelSpec",),
     "plan": ("Mesh", "Plan"),
     "plan_check": ("check_plan",),
-    "plan_files": ("load_plan", "save_plan"),
+    "files.plan_files": ("load_plan", "save_plan"),
     "planner.build": ("build_plan",),
     "planner.explain": ("explain",),
-    "roofline": ("roofline_costs",),
+    "cost_sources.roofline": ("roofline_costs",),
     "scheduler.draw": ("save_perfetto", "save_picture", "split_table", "terminal_grid"),
     "scheduler.simulate": ("simulate",),
     "timeline": ("Timeline",),

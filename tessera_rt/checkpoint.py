@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tessera_rt.errors import Problem, SpecError, TesseraError, TransportError
-from tessera_rt.file_checks import write_atomically
+from tessera_rt.files.file_checks import write_atomically
 
 VERSION = 1
 _INFO = "info.json"

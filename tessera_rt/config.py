@@ -22,13 +22,13 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from tessera_rt.costs import Recompute, Workload
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.file_checks import StrictModel, problems_of, write_atomically
-from tessera_rt.model_files import load_model, model_from_dict, model_to_yaml
+from tessera_rt.files.file_checks import StrictModel, problems_of, write_atomically
+from tessera_rt.files.model_files import load_model, model_from_dict, model_to_yaml
+from tessera_rt.files.model_validation import nearest
+from tessera_rt.files.yaml_text import dump_yaml, parse_yaml
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.model_validation import nearest
 from tessera_rt.plan import Mesh
 from tessera_rt.scheduler.templates import TEMPLATES
-from tessera_rt.yaml_text import dump_yaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=StrictModel)
 

@@ -16,16 +16,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tessera_rt import cli_tables
-from tessera_rt.cli_output import ms, percent
+from tessera_rt.cli import tables as cli_tables
+from tessera_rt.cli.output import ms, percent
 from tessera_rt.config import TrainConfig, run_folder
+from tessera_rt.cost_sources.sizes import model_parameters
 from tessera_rt.costs import CostTable
 from tessera_rt.emulate import Emulation, emulate_many
 from tessera_rt.errors import Problem, SpecError
+from tessera_rt.files.plan_files import load_plan, save_plan
+from tessera_rt.files.timeline_files import load_timeline
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Interleaving, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import load_plan, save_plan
 from tessera_rt.planner.baselines import equal_layers, serial_balanced
 from tessera_rt.planner.build import plan_with
 from tessera_rt.planner.explain import (
@@ -39,11 +41,9 @@ from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, 
 from tessera_rt.scheduler.graphs import action_graph
 from tessera_rt.scheduler.list_schedule import list_schedule
 from tessera_rt.scheduler.simulate import simulate
-from tessera_rt.sizes import model_parameters
 from tessera_rt.start import Prepared, prepare, run_training
 from tessera_rt.tasks import Pass, TaskGraph
 from tessera_rt.timeline import Span, Timeline
-from tessera_rt.timeline_files import load_timeline
 from tessera_rt.train import PLAN, TIMELINES, TrainSummary
 
 FALL = 0.3

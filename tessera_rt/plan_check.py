@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from tessera_rt.errors import PlanError, Problem, ScheduleError
+from tessera_rt.files.task_names import item_labels
 from tessera_rt.model_spec import (
     Attention,
     AttentionKind,
@@ -25,7 +26,6 @@ from tessera_rt.model_spec import (
 )
 from tessera_rt.plan import PLAN_VERSION, Action, ActionKind, Interleaving, Plan, Stage
 from tessera_rt.rendezvous import find_stuck, pass_events
-from tessera_rt.task_names import item_labels
 from tessera_rt.tasks import Pass, Resource, TaskGraph, chunk_tasks, parse_task_name
 
 _PASS_OF = {ActionKind.F: Pass.F, ActionKind.B: Pass.B, ActionKind.I: Pass.B, ActionKind.W: Pass.W}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tessera_rt.config import TrainConfig
+from tessera_rt.cost_sources.measured import measured_costs
 from tessera_rt.costs import CostTable, Link, Recompute
 from tessera_rt.data import Layout, open_data
 from tessera_rt.engine.engine import Engine
@@ -26,7 +27,6 @@ from tessera_rt.engine.events import Event, EventKind
 from tessera_rt.engine.mesh import Groups
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.launch import run_local
-from tessera_rt.measured import measured_costs
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.planner.baselines import equal_layers

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tessera_rt.config import TrainConfig, run_folder
-from tessera_rt.cost_files import load_cost_table, save_cost_table
+from tessera_rt.cost_sources.device import load_device
+from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Recompute
-from tessera_rt.device import load_device
 from tessera_rt.errors import CostError, Problem, TesseraError
+from tessera_rt.files.cost_files import load_cost_table, save_cost_table
+from tessera_rt.files.plan_files import load_plan
 from tessera_rt.launch import init_from_torchrun, run_local
 from tessera_rt.plan import Plan
-from tessera_rt.plan_files import load_plan
 from tessera_rt.profile import check_runnable, profile_costs, profile_on_ranks
-from tessera_rt.roofline import roofline_costs
 from tessera_rt.train import TrainSummary, check_plan_fits, make_plan, train
 
 COSTS_FILE = "costs.yaml"

@@ -27,13 +27,13 @@ from tessera_rt.data import Data, Layout, open_data
 from tessera_rt.engine.engine import Engine, StepResult
 from tessera_rt.engine.optim import OptimizerConfig
 from tessera_rt.errors import PlanError, Problem, SpecError
-from tessera_rt.file_checks import write_atomically
+from tessera_rt.files.file_checks import write_atomically
+from tessera_rt.files.plan_files import save_plan
+from tessera_rt.files.timeline_files import save_timeline
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.plan import Plan
-from tessera_rt.plan_files import save_plan
 from tessera_rt.planner.build import Costs, build_plan
 from tessera_rt.progress import RunProgress
-from tessera_rt.timeline_files import save_timeline
 
 METRICS: Final = "metrics.jsonl"
 PLAN: Final = "plan.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tessera_rt import cli_kernels
+from tessera_rt.cli import kernels as cli_kernels
 from tessera_rt.errors import SpecError
 from tessera_rt.kernels import inspection
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tessera_rt.cost_sources.layer_shapes import task_linears
+from tessera_rt.cost_sources.sizes import item_parameters
 from tessera_rt.errors import PlanError, SpecError
-from tessera_rt.layer_shapes import task_linears
 from tessera_rt.model_spec import (
     Activation,
     Attention,
@@ -28,7 +29,6 @@ from tessera_rt.models.attention import GatedDeltaNet, SoftmaxAttention, causal_
 from tessera_rt.models.delta_rule import delta_rule_recurrent
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.moe.steps import Chunk, ComputeStep, Placement, check_program, expert_name
-from tessera_rt.sizes import item_parameters
 from tessera_rt.split import GroupedLinear, SplitLinear
 from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.reference import Part, ReferenceResult, reference_step

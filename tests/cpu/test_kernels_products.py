@@ -313,7 +313,7 @@ def test_shipped_block_sizes(config: Config) -> None:
         assert_near("pre", pre, want_pre)
         assert_near("out", out, want)
         grad, down = (
-            _draw(300, k, dtype=torch.bfloat16, seed=2),
+            _draw(210, k, dtype=torch.bfloat16, seed=2),
             _draw(4, n, k, dtype=torch.bfloat16, seed=3, scale=0.1),
         )
         d_pre, act, _ = gate_backward(grad, down, pre, rows, gate=gate, run=run)

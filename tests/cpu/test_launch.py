@@ -17,12 +17,12 @@ import pytest
 
 from tessera_rt.config import TrainConfig, config_from_dict
 from tessera_rt.errors import PlanError, SpecError, TransportError
+from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.launch import RankFailed, run_local, under_torchrun
-from tessera_rt.model_files import model_to_yaml
 from tessera_rt.plan import Plan
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid
 from tessera_rt.train import make_plan, train
-from tessera_rt.yaml_text import parse_yaml
 
 ENTRIES = Path(__file__).with_name("launch_entries.py")
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tessera_rt.cli import app
+from tessera_rt.cli.app import app
 from tessera_rt.config import TrainConfig, config_from_dict, config_to_yaml
-from tessera_rt.cost_files import cost_table_from_yaml, cost_table_to_yaml, load_cost_table
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.engine.events import Event, EventKind, TaskRef
 from tessera_rt.errors import SpecError
-from tessera_rt.model_files import model_to_yaml
+from tessera_rt.files.cost_files import cost_table_from_yaml, cost_table_to_yaml, load_cost_table
+from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.plan import Mesh
 from tessera_rt.profile import (
     RankSamples,
@@ -32,7 +33,6 @@ from tessera_rt.tasks import Pass, Resource, chunk_tasks, parse_task_name
 from tessera_rt.testing.hybrids import tiny_hybrid
 from tessera_rt.testing.worker_pool import WorkerPool
 from tessera_rt.train import make_plan
-from tessera_rt.yaml_text import parse_yaml
 
 
 def tiny_config(folder: Path, *, layers: str = "gS", mesh: Mapping[str, int], microbatches: int = 2) -> TrainConfig:

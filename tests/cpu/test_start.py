@@ -15,16 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tessera_rt import load_cost_table, load_plan, save_cost_table, save_plan, start
-from tessera_rt.cli import app
-from tessera_rt.cli_output import BAD_INPUT, RUN_FAILED
+from tessera_rt.cli.app import app
+from tessera_rt.cli.output import BAD_INPUT, RUN_FAILED
 from tessera_rt.config import TrainConfig, config_from_dict, config_to_yaml
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.errors import CostError, PlanError
+from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.launch import RankFailed
-from tessera_rt.model_files import model_to_yaml
 from tessera_rt.start import prepare
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid
-from tessera_rt.yaml_text import parse_yaml
 
 
 def tiny_config(folder: Path, *, mesh: dict[str, int] | None = None, **plan: Any) -> TrainConfig:

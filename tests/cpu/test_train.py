@@ -17,17 +17,17 @@ import torch
 from tessera_rt.checkpoint import read_info, read_tensors
 from tessera_rt.config import OptimizerSection, TrainConfig, config_from_dict, load_config
 from tessera_rt.engine.engine import Engine
-from tessera_rt.model_files import model_to_yaml
+from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.plan_files import load_plan
+from tessera_rt.files.timeline_files import load_timeline
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.plan import Plan
-from tessera_rt.plan_files import load_plan
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid, token_batch
 from tessera_rt.testing.worker import RankContext
 from tessera_rt.testing.worker_pool import WorkerPool
-from tessera_rt.timeline_files import load_timeline
 from tessera_rt.train import TrainSummary, check_plan_fits, learning_rate, make_plan, train
-from tessera_rt.yaml_text import parse_yaml
 
 SPEC = tiny_hybrid("gSd", tied=True)
 

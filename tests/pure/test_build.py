@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tessera_rt.costs import CostTable, ItemMemory, Link, Recompute, Workload
 from tessera_rt.errors import CostError, PartitionInfeasible, PlanError, ScheduleError
+from tessera_rt.files.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.planner.baselines import equal_layers, serial_balanced
 from tessera_rt.planner.build import OBJECTIVES, PARTITIONERS, build_plan, plan_with
 from tessera_rt.planner.setting import Setting

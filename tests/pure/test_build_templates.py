@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tessera_rt.costs import ItemMemory, Link
 from tessera_rt.errors import PlanError, ScheduleError
-from tessera_rt.exports import bounds_from_megatron, megatron_layout
+from tessera_rt.files.exports import bounds_from_megatron, megatron_layout
+from tessera_rt.files.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Mesh
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.planner.build import build_plan, plan_with
 from tessera_rt.rendezvous import find_stuck
 from tessera_rt.scheduler.simulate import simulate

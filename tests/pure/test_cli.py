@@ -16,19 +16,19 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from tessera_rt import load_model, load_plan, save_cost_table
-from tessera_rt.cli import app
-from tessera_rt.cli_output import BAD_INPUT, EXIT_CODES, INFEASIBLE, OK, PLAN_FAULTY, RUN_FAILED, exit_code
+from tessera_rt.cli.app import app
+from tessera_rt.cli.output import BAD_INPUT, EXIT_CODES, INFEASIBLE, OK, PLAN_FAULTY, RUN_FAILED, exit_code
 from tessera_rt.config import config_from_dict, save_config
 from tessera_rt.costs import CostTable, ItemMemory, Provenance, TaskCost, Workload
 from tessera_rt.errors import CostError, PartitionInfeasible, PlanError, SpecError, TransportError
-from tessera_rt.model_files import model_to_yaml
+from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.plan_files import save_plan
+from tessera_rt.files.timeline_files import save_timeline
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.plan_files import save_plan
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.costs import moe_model
 from tessera_rt.testing.plans import TASK_NS, simple_plan
-from tessera_rt.timeline_files import save_timeline
 
 SMALL = ("mixtral-8x7b", "--pp", "2", "--vpp", "2", "--ep", "8", "--tokens", "2048", "--partitioner", "chain-dp")
 MODEL = replace(moe_model(4, dense_first=1, shared=True), vocab=256, context=64)
@@ -129,7 +129,7 @@ def test_plan_is_free_of_torch_and_passes_check(tmp_path: Path) -> None:
     program = """
 import json, sys
 from typer.testing import CliRunner
-from tessera_rt.cli import app
+from tessera_rt.cli.app import app
 for args in json.loads(sys.argv[1]):
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output

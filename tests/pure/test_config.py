@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tessera_rt.config import PlanSection, TrainConfig, config_from_dict, config_to_yaml, load_config, run_folder
 from tessera_rt.costs import Recompute
 from tessera_rt.errors import SpecError
+from tessera_rt.files.yaml_text import dump_yaml, parse_yaml
 from tessera_rt.planner.build import OBJECTIVES, PARTITIONERS
 from tessera_rt.scheduler.templates import PADS, TEMPLATES
-from tessera_rt.yaml_text import dump_yaml, parse_yaml
 
 MODEL: dict[str, Any] = {
     "name": "tiny",

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera_rt.cost_files import cost_table_from_yaml, cost_table_to_yaml, load_cost_table, save_cost_table
+from tessera_rt.cost_sources.device import load_device
+from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, ItemMemory, Link, Provenance, Recompute, TaskCost, Workload
-from tessera_rt.device import load_device
 from tessera_rt.errors import CostError
-from tessera_rt.model_files import load_model
-from tessera_rt.roofline import roofline_costs
+from tessera_rt.files.cost_files import cost_table_from_yaml, cost_table_to_yaml, load_cost_table, save_cost_table
+from tessera_rt.files.model_files import load_model
 from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tessera_rt.device import DeviceSpec, device_from_yaml, device_ids, load_device
+from tessera_rt.cost_sources.device import DeviceSpec, device_from_yaml, device_ids, load_device
+from tessera_rt.cost_sources.work import DTYPE_BYTES, WorkKind
 from tessera_rt.errors import CostError
-from tessera_rt.work import DTYPE_BYTES, WorkKind
 
 
 def file_of(name: str) -> str:
-    return (Path(load_device.__code__.co_filename).parent / "devices" / f"{name}.yaml").read_text(encoding="utf-8")
+    return (Path(load_device.__code__.co_filename).parents[1] / "devices" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["h800", "h200"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera_rt.errors import PlanError
-from tessera_rt.exports import bounds_from_megatron, megatron_layout, torchtitan_modules
+from tessera_rt.files.exports import bounds_from_megatron, megatron_layout, torchtitan_modules
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Plan
 from tessera_rt.testing.plans import simple_model, simple_plan

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.hf_config import from_hf_config
-from tessera_rt.hf_families import FAMILIES
-from tessera_rt.model_files import load_model, preset_ids
+from tessera_rt.files.hf_config import from_hf_config
+from tessera_rt.files.hf_families import FAMILIES
+from tessera_rt.files.model_files import load_model, preset_ids
 from tessera_rt.model_spec import Activation, AttentionKind, FeedForwardKind, ModelSpec
 
 CONFIGS = Path(__file__).parent / "data" / "hf_configs"

@@ -21,33 +21,17 @@ PACKAGE = "tessera_rt"
 ROOT = Path(__file__).resolve().parents[2]
 
 WORDS = (
-    "cost_files",
+    "cost_sources",
     "costs",
-    "device",
     "errors",
-    "exports",
-    "file_checks",
-    "hf_config",
-    "hf_families",
-    "hf_keys",
-    "layer_shapes",
-    "measured",
-    "model_files",
+    "files",
     "model_spec",
-    "model_validation",
     "plan",
     "plan_check",
-    "plan_files",
     "presets",
     "rendezvous",
-    "roofline",
-    "sizes",
-    "task_names",
     "tasks",
     "timeline",
-    "timeline_files",
-    "work",
-    "yaml_text",
 )
 ENTRY = ("cli", "demo", "emulate", "profile", "start", "train")  # may import all, nobody imports them
 # Who may import what besides itself: groups ("words"), or single modules of one ("moe.steps").
@@ -84,8 +68,6 @@ class Import:
 
 def group_of(module: str) -> str:
     top = module.removeprefix(f"{PACKAGE}.").partition(".")[0]
-    if top.startswith("cli_"):  # the command line's parts
-        return "cli"
     return "words" if top in WORDS else top
 
 

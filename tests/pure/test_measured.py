@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera_rt.cost_sources.measured import measured_costs, robust_cost
+from tessera_rt.cost_sources.sizes import item_memory, task_flops
 from tessera_rt.costs import CostTable, Link, Recompute, TaskCost, Workload
 from tessera_rt.errors import CostError, SpecError
-from tessera_rt.measured import measured_costs, robust_cost
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.sizes import item_memory, task_flops
 from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.costs import moe_model
 

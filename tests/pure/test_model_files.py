@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera_rt import model_validation
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.model_files import check_model, load_model, model_from_dict, model_to_yaml, preset_ids
+from tessera_rt.files import model_validation
+from tessera_rt.files.model_files import check_model, load_model, model_from_dict, model_to_yaml, preset_ids
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import (
     Activation,
     Attention,
@@ -25,7 +26,6 @@ from tessera_rt.model_spec import (
     Router,
 )
 from tessera_rt.testing.strategies import model_specs
-from tessera_rt.yaml_text import parse_yaml
 
 SOFTMAX = {"kind": "softmax", "heads": 4, "kv_heads": 2, "head_dim": 8, "rope_dim": 8}
 GDN = {"kind": "gated_delta_net", "heads": 4, "kv_heads": 2, "head_dim": 8, "v_dim": 8, "conv": 4}

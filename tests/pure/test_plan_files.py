@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tessera_rt.costs import Link, Recompute
 from tessera_rt.errors import PlanError
+from tessera_rt.files.plan_files import load_plan, plan_from_yaml, plan_to_yaml, save_plan
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.plan import Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import load_plan, plan_from_yaml, plan_to_yaml, save_plan
 from tessera_rt.testing.plans import simple_model, simple_plan
-from tessera_rt.yaml_text import parse_yaml
 
 MODEL = simple_model("dmsm")
 PLAN = simple_plan(MODEL, pp=2, vpp=2, cuts=(0, 1, 2, 4, 6), microbatches=4, joint=True)

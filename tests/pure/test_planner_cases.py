@@ -12,10 +12,10 @@ import pytest
 
 from tessera_rt.costs import CostTable, ItemMemory
 from tessera_rt.errors import PartitionInfeasible, PlanError, TesseraError
+from tessera_rt.files.plan_files import load_plan, save_plan
 from tessera_rt.model_spec import ItemKind, ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import load_plan, save_plan
 from tessera_rt.planner.build import build_plan
 from tessera_rt.planner.candidates import Range
 from tessera_rt.planner.milp_problem import MilpProblem

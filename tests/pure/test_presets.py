@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tessera_rt.model_files import load_model, model_from_dict, model_to_yaml, preset_ids
+from tessera_rt.cost_sources.sizes import item_parameters
+from tessera_rt.files.model_files import load_model, model_from_dict, model_to_yaml, preset_ids
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import AttentionKind, FeedForwardKind, ItemKind, ModelSpec
-from tessera_rt.sizes import item_parameters
-from tessera_rt.yaml_text import parse_yaml
 
 # Parameters without MTP blocks and layers by kind: (mixer, feed-forward) -> number.
 A, F = AttentionKind, FeedForwardKind

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera_rt.cost_sources.device import DeviceSpec, load_device
+from tessera_rt.cost_sources.roofline import combine_rows, dispatch_rows, group_nodes, roofline_costs
+from tessera_rt.cost_sources.sizes import item_memory, task_flops
 from tessera_rt.costs import CostTable, Recompute, Workload
-from tessera_rt.device import DeviceSpec, load_device
 from tessera_rt.errors import CostError, SpecError
-from tessera_rt.model_files import load_model, preset_ids
+from tessera_rt.files.model_files import load_model, preset_ids
 from tessera_rt.model_spec import FeedForward, FeedForwardKind, ModelSpec
-from tessera_rt.roofline import combine_rows, dispatch_rows, group_nodes, roofline_costs
-from tessera_rt.sizes import item_memory, task_flops
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks, parse_task_name
 from tessera_rt.testing.costs import dense_model, moe_layer, moe_model
 

@@ -8,10 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera_rt.cost_sources.layer_shapes import task_linears
+from tessera_rt.cost_sources.sizes import (
+    check_workload,
+    item_expert_parameters,
+    item_memory,
+    item_parameters,
+    model_parameters,
+    task_bytes,
+    task_flops,
+    tied_saving,
+)
+from tessera_rt.cost_sources.work import attended_sum
 from tessera_rt.costs import ItemMemory, Recompute, Workload
 from tessera_rt.errors import SpecError
-from tessera_rt.layer_shapes import task_linears
-from tessera_rt.model_files import load_model
+from tessera_rt.files.model_files import load_model
 from tessera_rt.model_spec import (
     Activation,
     Attention,
@@ -23,19 +34,8 @@ from tessera_rt.model_spec import (
     LayerSpec,
     ModelSpec,
 )
-from tessera_rt.sizes import (
-    check_workload,
-    item_expert_parameters,
-    item_memory,
-    item_parameters,
-    model_parameters,
-    task_bytes,
-    task_flops,
-    tied_saving,
-)
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks, parse_task_name
 from tessera_rt.testing.costs import dense_model, moe_layer, moe_model
-from tessera_rt.work import attended_sum
 
 NO_ATTENTION = Attention(kind=AttentionKind.NONE)
 NO_FEED_FORWARD = FeedForward(kind=FeedForwardKind.NONE)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera_rt.errors import ScheduleError
-from tessera_rt.task_names import expand_names, item_labels, label_range
+from tessera_rt.files.task_names import expand_names, item_labels, label_range
 from tessera_rt.tasks import Pass, TaskGraph, chunk_tasks
 from tessera_rt.testing.plans import simple_model
 

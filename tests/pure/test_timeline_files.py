@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera_rt.errors import SpecError
+from tessera_rt.files.timeline_files import load_timeline, save_timeline
 from tessera_rt.timeline import Span, Timeline
-from tessera_rt.timeline_files import load_timeline, save_timeline
 
 spans = st.builds(
     lambda start, length, **fields: Span(start_ns=start, end_ns=start + length, **fields),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tessera_rt.cost_sources.work import GDN_CHUNK, MAMBA2_CHUNK, SCAN_FLOPS, Work, WorkKind, comm_payload, task_work
 from tessera_rt.costs import Workload
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, LayerSpec, ModelSpec
 from tessera_rt.testing.costs import dense_model, moe_model
-from tessera_rt.work import GDN_CHUNK, MAMBA2_CHUNK, SCAN_FLOPS, Work, WorkKind, comm_payload, task_work
 
 WORKLOAD = Workload(tokens=6, context=8)  # bf16
 

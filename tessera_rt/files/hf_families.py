@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tessera_rt.hf_keys import ConfigKeys
+from tessera_rt.files.hf_keys import ConfigKeys
+from tessera_rt.files.model_validation import MAX_LAYERS
 from tessera_rt.model_spec import (
     Activation,
     Attention,
@@ -22,7 +23,6 @@ from tessera_rt.model_spec import (
     LayerSpec,
     Router,
 )
-from tessera_rt.model_validation import MAX_LAYERS
 
 _NO_ATTENTION: Final = Attention(kind=AttentionKind.NONE)
 _NO_FEED_FORWARD: Final = FeedForward(kind=FeedForwardKind.NONE)

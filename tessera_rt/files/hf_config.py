@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.hf_families import FAMILIES
-from tessera_rt.hf_keys import ConfigKeys
+from tessera_rt.files.hf_families import FAMILIES
+from tessera_rt.files.hf_keys import ConfigKeys
+from tessera_rt.files.model_validation import ABSENT, check_model, nearest
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.model_validation import ABSENT, check_model, nearest
 
 
 def from_hf_config(config: Mapping[str, object], *, name: str = "", where: str = "config.json") -> ModelSpec:

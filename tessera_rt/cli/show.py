@@ -12,18 +12,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tessera_rt import cli_context, cli_tables
-from tessera_rt.cli_context import METRICS_FILE, TIMELINES, Opened
-from tessera_rt.cli_output import RequestError, console, emit, ms
-from tessera_rt.cli_plan import CostsFile, Json, ModelName
-from tessera_rt.cli_tables import Row
+from tessera_rt.cli import context as cli_context
+from tessera_rt.cli import tables as cli_tables
+from tessera_rt.cli.context import METRICS_FILE, TIMELINES, Opened
+from tessera_rt.cli.output import RequestError, console, emit, ms
+from tessera_rt.cli.plan import CostsFile, Json, ModelName
+from tessera_rt.cli.tables import Row
 from tessera_rt.errors import Problem
+from tessera_rt.files.timeline_files import load_timeline
 from tessera_rt.planner.explain import assumption_lines, explain, memory_table, solver_lines
 from tessera_rt.scheduler.draw import split_table, terminal_grid
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.tasks import Pass, parse_task_name
 from tessera_rt.timeline import Timeline
-from tessera_rt.timeline_files import load_timeline
 
 SHOW_EXAMPLES = """\
 Show a plan file, or a run: times of tasks and stages as measured against planned, step time, exposed communication, \

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tessera_rt import cli_context, cli_tables
-from tessera_rt.cli_output import RequestError, console, emit, output_path
-from tessera_rt.cli_plan import (
+from tessera_rt.cli import context as cli_context
+from tessera_rt.cli import tables as cli_tables
+from tessera_rt.cli.output import RequestError, console, emit, output_path
+from tessera_rt.cli.plan import (
     Context,
     CostsFile,
     DeviceName,

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tessera_rt.cost_sources.layer_shapes import Linear, conv_channels, input_width, task_linears, up_width
 from tessera_rt.costs import Workload
-from tessera_rt.layer_shapes import Linear, conv_channels, input_width, task_linears, up_width
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, Item, ModelSpec
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks, task_name
 

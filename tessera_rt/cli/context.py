@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera_rt.cli_output import RequestError, existing_file
+from tessera_rt.cli.output import RequestError, existing_file
 from tessera_rt.config import load_config
-from tessera_rt.cost_files import load_cost_table
+from tessera_rt.cost_sources.device import DeviceSpec, device_ids, load_device
+from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Recompute, Workload
-from tessera_rt.device import DeviceSpec, device_ids, load_device
 from tessera_rt.errors import PlanError, Problem, TesseraError
-from tessera_rt.model_files import load_model, preset_ids
+from tessera_rt.files.cost_files import load_cost_table
+from tessera_rt.files.model_files import load_model, preset_ids
+from tessera_rt.files.plan_files import load_plan
+from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.plan_files import load_plan
 from tessera_rt.planner.build import Costs, build_plan
-from tessera_rt.roofline import roofline_costs
-from tessera_rt.yaml_text import parse_yaml
 
 PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
     "plan.yaml",

@@ -15,11 +15,11 @@ import typer
 from rich.table import Table
 
 from tessera_rt import __version__
-from tessera_rt.cli_output import UNEXPECTED, console, emit, gib
-from tessera_rt.cli_plan import Json
-from tessera_rt.cli_tables import Row, contents
-from tessera_rt.model_files import load_model, preset_ids
-from tessera_rt.sizes import model_parameters
+from tessera_rt.cli.output import UNEXPECTED, console, emit, gib
+from tessera_rt.cli.plan import Json
+from tessera_rt.cli.tables import Row, contents
+from tessera_rt.cost_sources.sizes import model_parameters
+from tessera_rt.files.model_files import load_model, preset_ids
 
 MODELS_EXAMPLES = """\
 List the models that come with Tessera.

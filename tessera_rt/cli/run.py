@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tessera_rt.cli_output import UNEXPECTED, RequestError, console, emit, existing_file, ms, output_path
-from tessera_rt.cli_plan import Json
+from tessera_rt.cli.output import UNEXPECTED, RequestError, console, emit, existing_file, ms, output_path
+from tessera_rt.cli.plan import Json
 from tessera_rt.config import TrainConfig, load_config
-from tessera_rt.cost_files import save_cost_table
 from tessera_rt.costs import Recompute
 from tessera_rt.errors import Problem
+from tessera_rt.files.cost_files import save_cost_table
 
 if TYPE_CHECKING:
     from tessera_rt.train import TrainSummary
@@ -121,7 +121,7 @@ def profile(
         link = {"latency_ns": costs.link.latency_ns, "bytes_per_s": costs.link.bytes_per_s}
         emit({"rows": rows, "link": link, "device": costs.provenance.device, "file": str(target)})
         return
-    from tessera_rt.cli_tables import cost_table
+    from tessera_rt.cli.tables import cost_table
 
     out.print(cost_table(settings.model, costs))
     for note in costs.provenance.notes:

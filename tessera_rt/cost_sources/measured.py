@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import isfinite
 from statistics import median
 
+from tessera_rt.cost_sources.sizes import check_workload, item_memory, recomputed_kinds, task_flops
+from tessera_rt.cost_sources.work import comm_payload
 from tessera_rt.costs import CostTable, Link, Provenance, TaskCost, Workload
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import Item, ModelSpec
-from tessera_rt.sizes import check_workload, item_memory, recomputed_kinds, task_flops
 from tessera_rt.tasks import Pass, Task, chunk_tasks, task_name
-from tessera_rt.work import comm_payload
 
 
 def robust_cost(samples: Sequence[float], *, warmup: int = 1) -> TaskCost:

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.hf_config import from_hf_config
+from tessera_rt.files.hf_config import from_hf_config
+from tessera_rt.files.model_validation import MAX_DEPTH, check_model, model_from_dict, nearest
+from tessera_rt.files.yaml_text import dump_yaml, parse_yaml
 from tessera_rt.model_spec import AttentionKind, FeedForwardKind, LayerSpec, ModelSpec
-from tessera_rt.model_validation import MAX_DEPTH, check_model, model_from_dict, nearest
-from tessera_rt.yaml_text import dump_yaml, parse_yaml
 
 __all__ = ["check_model", "from_hf_config", "load_model", "model_from_dict", "model_to_yaml", "preset_ids"]
 
-_PRESETS: Final = Path(__file__).parent / "presets"
+_PRESETS: Final = Path(__file__).parents[1] / "presets"
 _FILE_ENDINGS: Final = (".yaml", ".yml", ".json")
 _LONGEST_PATTERN: Final = 64  # layers; looking for longer ones would take long and find nothing
 

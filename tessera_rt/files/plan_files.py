@@ -18,7 +18,9 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from tessera_rt.costs import Link, Recompute, Workload
 from tessera_rt.errors import PlanError, Problem, ScheduleError
-from tessera_rt.file_checks import StrictModel, part_fault, problems_of, write_atomically
+from tessera_rt.files.file_checks import StrictModel, part_fault, problems_of, write_atomically
+from tessera_rt.files.task_names import expand_names, item_labels, label_range
+from tessera_rt.files.yaml_text import Folded, dump_yaml, parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import (
     PLAN_VERSION,
@@ -32,8 +34,6 @@ from tessera_rt.plan import (
     Stage,
 )
 from tessera_rt.plan_check import action_tasks, check_plan
-from tessera_rt.task_names import expand_names, item_labels, label_range
-from tessera_rt.yaml_text import Folded, dump_yaml, parse_yaml
 
 _HEADER = """\
 # A plan of Tessera: which rank runs what, in which order.

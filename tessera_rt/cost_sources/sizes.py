@@ -19,12 +19,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tessera_rt.cost_sources.layer_shapes import (
+    conv_channels,
+    embedding_uses,
+    input_width,
+    task_linears,
+    task_vectors,
+    up_width,
+)
+from tessera_rt.cost_sources.work import DTYPE_BYTES, expert_rows, head_uses, state_bytes, task_work
 from tessera_rt.costs import ItemMemory, Recompute, Workload
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.layer_shapes import conv_channels, embedding_uses, input_width, task_linears, task_vectors, up_width
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, Item, ItemKind, ModelSpec
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks
-from tessera_rt.work import DTYPE_BYTES, expert_rows, head_uses, state_bytes, task_work
 
 _RECOMPUTED: Mapping[Recompute, frozenset[TaskKind]] = {
     Recompute.NONE: frozenset(),

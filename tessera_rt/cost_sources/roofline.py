@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 
+from tessera_rt.cost_sources.device import DeviceSpec
+from tessera_rt.cost_sources.layer_shapes import input_width
+from tessera_rt.cost_sources.sizes import check_workload, item_memory, recomputed_kinds
+from tessera_rt.cost_sources.work import DTYPE_BYTES, Work, WorkKind, count_payload, expert_rows, task_work
 from tessera_rt.costs import CostTable, Provenance, TaskCost, Workload
-from tessera_rt.device import DeviceSpec
 from tessera_rt.errors import CostError, Problem
-from tessera_rt.layer_shapes import input_width
 from tessera_rt.model_spec import AttentionKind, FeedForward, Item, ModelSpec
-from tessera_rt.sizes import check_workload, item_memory, recomputed_kinds
 from tessera_rt.tasks import Pass, Resource, Task, TaskKind, chunk_tasks, task_name
-from tessera_rt.work import DTYPE_BYTES, Work, WorkKind, count_payload, expert_rows, task_work
 
 _ROUTE_BYTES = 8  # an expert id (int32) and a weight (fp32) per chosen expert ride with each dispatched row
 _CONTEXT_KINDS = (AttentionKind.SOFTMAX, AttentionKind.SLIDING, AttentionKind.MLA)

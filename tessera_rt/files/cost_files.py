@@ -25,10 +25,10 @@ from pydantic import Field, ValidationError
 
 from tessera_rt.costs import CostTable, ItemMemory, Link, Provenance, Recompute, TaskCost, Workload
 from tessera_rt.errors import CostError, Problem, ScheduleError
-from tessera_rt.file_checks import StrictModel, problems_of, write_atomically
+from tessera_rt.files.file_checks import StrictModel, problems_of, write_atomically
+from tessera_rt.files.yaml_text import dump_yaml, parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.tasks import Pass, TaskKind, chunk_tasks, parse_task_name, task_name
-from tessera_rt.yaml_text import dump_yaml, parse_yaml
 
 COSTS_VERSION: Literal[1] = 1
 _HEADER = "# Costs for Tessera. Times in ns, memory and payloads in bytes on one rank.\n"

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.file_checks import StrictModel, problems_of, write_atomically
+from tessera_rt.files.file_checks import StrictModel, problems_of, write_atomically
 from tessera_rt.timeline import Span, Timeline
 
 VERSION = 1

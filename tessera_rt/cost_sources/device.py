@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
+from tessera_rt.cost_sources.work import DTYPE_BYTES, WorkKind
 from tessera_rt.costs import Link
 from tessera_rt.errors import CostError, Problem
-from tessera_rt.file_checks import StrictModel, problems_of
-from tessera_rt.model_validation import nearest
-from tessera_rt.work import DTYPE_BYTES, WorkKind
-from tessera_rt.yaml_text import parse_yaml
+from tessera_rt.files.file_checks import StrictModel, problems_of
+from tessera_rt.files.model_validation import nearest
+from tessera_rt.files.yaml_text import parse_yaml
 
-_DEVICES = Path(__file__).parent / "devices"
+_DEVICES = Path(__file__).parents[1] / "devices"
 _Value = TypeVar("_Value")
 
 

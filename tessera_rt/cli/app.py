@@ -11,12 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 from tessera_rt import __version__
-from tessera_rt.cli_info import DOCTOR_EXAMPLES, MODELS_EXAMPLES, doctor, models
-from tessera_rt.cli_output import EXIT_CODES, exit_code, report
-from tessera_rt.cli_plan import CHECK_EXAMPLES, PLAN_EXAMPLES, check, plan
-from tessera_rt.cli_run import PROFILE_EXAMPLES, TRAIN_EXAMPLES, profile, train
-from tessera_rt.cli_show import SHOW_EXAMPLES, show
-from tessera_rt.cli_simulate import SIMULATE_EXAMPLES, simulate
+from tessera_rt.cli.info import DOCTOR_EXAMPLES, MODELS_EXAMPLES, doctor, models
+from tessera_rt.cli.output import EXIT_CODES, exit_code, report
+from tessera_rt.cli.plan import CHECK_EXAMPLES, PLAN_EXAMPLES, check, plan
+from tessera_rt.cli.run import PROFILE_EXAMPLES, TRAIN_EXAMPLES, profile, train
+from tessera_rt.cli.show import SHOW_EXAMPLES, show
+from tessera_rt.cli.simulate import SIMULATE_EXAMPLES, simulate
 from tessera_rt.errors import TesseraError
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from tessera_rt.cli_output import ms
+from tessera_rt.cli.output import ms
+from tessera_rt.cost_sources.device import DeviceSpec
 from tessera_rt.costs import CostTable, TaskCost
-from tessera_rt.device import DeviceSpec
+from tessera_rt.files.task_names import item_labels, label_range
 from tessera_rt.model_spec import AttentionKind, FeedForwardKind, Item, ItemKind, ModelSpec
 from tessera_rt.plan import ActionKind, Plan
 from tessera_rt.planner.explain import alternative_rows, assumption_lines, memory_rows, stage_rows
-from tessera_rt.task_names import item_labels, label_range
 from tessera_rt.tasks import Pass, Resource, chunk_tasks
 from tessera_rt.timeline import StepSplit, Timeline
 

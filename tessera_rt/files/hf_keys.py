@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from tessera_rt.errors import Problem
-from tessera_rt.model_validation import ABSENT, MAX_SIZE
+from tessera_rt.files.model_validation import ABSENT, MAX_SIZE
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tessera_rt.cli_output import UNEXPECTED, console, emit
+from tessera_rt.cli.output import UNEXPECTED, console, emit
 from tessera_rt.errors import Problem, SpecError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Look at the GPU kernels.")

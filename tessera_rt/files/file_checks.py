@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tessera_rt.errors import Problem
-from tessera_rt.model_validation import ABSENT, nearest
+from tessera_rt.files.model_validation import ABSENT, nearest
 
 _ALLOWED = {
     "int_type": "a whole number",

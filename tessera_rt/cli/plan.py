@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tessera_rt import cli_context, cli_tables
-from tessera_rt.cli_output import console, emit, ms, output_path
-from tessera_rt.plan_files import save_plan
+from tessera_rt.cli import context as cli_context
+from tessera_rt.cli import tables as cli_tables
+from tessera_rt.cli.output import console, emit, ms, output_path
+from tessera_rt.files.plan_files import save_plan
 from tessera_rt.planner.explain import explain
 from tessera_rt.scheduler.draw import split_table
 from tessera_rt.scheduler.simulate import simulate

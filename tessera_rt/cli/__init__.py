@@ -1,0 +1,5 @@
+"""The command line, ``tessera``."""
+
+from tessera_rt.cli.app import main
+
+__all__ = ["main"]

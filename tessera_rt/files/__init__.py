@@ -1,0 +1,1 @@
+"""Text forms of the words: reading with every problem reported at once, and writing."""
