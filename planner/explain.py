@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,6 +21,16 @@ from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.tasks import Pass
 
 Row = dict[str, Any]
+
+_STATUS = MappingProxyType(
+    {
+        "optimal": "optimal",
+        "optimal-in-window": "optimal among partitions with boundaries near the balanced ones (see --window)",
+        "incumbent": "the best when the time was up (see --time-limit)",
+        "heuristic": "heuristic",
+    }
+)
+"""``SolverStatus.status`` in words."""
 
 
 def stage_rows(plan: Plan, model: ModelSpec, costs: CostTable) -> list[Row]:
@@ -134,10 +145,11 @@ def solver_lines(plan: Plan) -> tuple[str, ...]:
     where = f" at ({solver.bottleneck})" if solver.bottleneck else ""
     kind = "overlap pair" if solver.bottleneck else "forward and backward of a stage"
     return (
-        f"bottleneck: {kind}{where} takes T_dom = {milliseconds(solver.t_dom_ns)} ms; proven to be at least "
-        f"{milliseconds(solver.bound_ns)} ms near the balanced partitions (gap {solver.gap:.1%})",
-        f"partition: objective {solver.objective}, {solver.method}, {solver.status}, {solver.seconds:.1f} s",
-        f"simulated step: {milliseconds(solver.step_ns)} ms",
+        f"bottleneck: {kind}{where} takes T_dom = {milliseconds(solver.t_dom_ns)} ms; no partition has less than "
+        f"{milliseconds(solver.bound_ns)} ms (gap {solver.gap:.1%})",
+        f"partition: objective {solver.objective}, {solver.method}, {_STATUS[solver.status]}, {solver.seconds:.1f} s",
+        f"simulated step: {milliseconds(solver.step_ns)} ms, with contention {plan.assumptions.contention:g}; "
+        "T_dom and the makespans of pairs are without contention",
     )
 
 
@@ -146,7 +158,7 @@ def assumption_lines(plan: Plan) -> tuple[str, ...]:
     workload, assumed = plan.workload, plan.assumptions
     lines = [
         f"workload: {workload.tokens} tokens per micro-batch on a rank, context {workload.context}, {workload.dtype}, "
-        f"recomputation {workload.recompute}, {workload.optimizer}"
+        f"recomputation {workload.recompute}, {workload.optimizer}{' with momentum' if workload.momentum else ''}"
         f"{' (sharded)' if workload.shard_optimizer else ''}, combine {workload.combine}",
         f"costs: {assumed.source}, device {assumed.device}, {assumed.comm_sms} communication SMs, "
         f"contention {assumed.contention:g}",

@@ -33,8 +33,8 @@ from tessera_rt.tasks import Pass
 class MemoryModel:
     """Bytes on each pipeline rank for any partition, under one template and one cost table.
 
-    The embedding table is used by the embedding, by MTP blocks and by a tied head. Uses on one rank share its weight
-    and optimizer state (counted once); each keeps a gradient buffer of its own.
+    The embedding table is used by the embedding, by MTP blocks and by a tied head. Uses on one rank share its weight,
+    optimizer state and shard of the reduced gradients (counted once); each keeps a gradient buffer of its own.
     """
 
     def __init__(self, model: ModelSpec, costs: CostTable, template: Template) -> None:
@@ -59,13 +59,17 @@ class MemoryModel:
         self._known_peaks: dict[tuple[int, tuple[Range, ...]], int] = {}
         uses = [embedding_uses(model, [item]) for item in model.items]
         self._uses = prefix_sums(uses)
-        self._table_weights = min(m.weights for m, use in zip(memory, uses, strict=True) if use)
-        self._table_optimizer = min(m.optimizer for m, use in zip(memory, uses, strict=True) if use)
+        tables = [m for m, use in zip(memory, uses, strict=True) if use]
+        self._table_weights = min(m.weights for m in tables)
+        self._table_optimizer = min(m.optimizer for m in tables)
+        # Gradients are a buffer and, where several ranks reduce them, 1 / ranks of it for this rank's shard of the sum.
+        ranks = costs.workload.dp * costs.workload.ep if costs.workload.shard_optimizer else 1
+        self._table_shard = min(m.gradients for m in tables) // (ranks + 1) if ranks > 1 else 0
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the embedding table on a rank that uses it at least once; not part of ``stage_bytes``."""
-        return self._table_weights + self._table_optimizer
+        return self._table_weights + self._table_optimizer + self._table_shard
 
     def uses_table(self, chunk: Range) -> bool:
         """Whether an item of the range uses the embedding table."""
@@ -137,7 +141,7 @@ class MemoryModel:
             working += 2 * state.backward[i] * int(self._payload_b[p, q])
         return RankMemory(
             weights=sum(int(self._weights[q] - self._weights[p]) for p, q in held) - extra * self._table_weights,
-            gradients=sum(int(self._gradients[q] - self._gradients[p]) for p, q in held),
+            gradients=sum(int(self._gradients[q] - self._gradients[p]) for p, q in held) - extra * self._table_shard,
             optimizer=sum(int(self._optimizer[q] - self._optimizer[p]) for p, q in held)
             - extra * self._table_optimizer,
             activations=activations,

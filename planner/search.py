@@ -7,6 +7,8 @@
 - ``step``: the best *simulated* step among all of these and a local search on the estimated step. T_dom alone leaves
   most boundaries free (one heavy chunk fixes it), so its optimum can be slower than a plain balanced partition.
 
+T_dom and its bound are without contention between compute and communication, simulated steps are with it.
+
 Ties go to the partition whose heaviest rank has least to do, then to the least sum of squared stage times.
 """
 
@@ -22,6 +24,7 @@ from tessera_rt.planner.baselines import balanced, equal_layers, load_key, memor
 from tessera_rt.planner.candidates import Bounds, Candidates, candidates, shortest_chunk
 from tessera_rt.planner.chain_dp import Key, chain_partition, improve
 from tessera_rt.planner.edge_costs import edge_costs, prune, stage_costs
+from tessera_rt.planner.memory_bound import memory_bound
 from tessera_rt.planner.partition_milp import MilpPartition, Solver, partition_milp
 from tessera_rt.planner.setting import Setting
 from tessera_rt.planner.step_estimate import StepEstimate
@@ -48,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A partition and how it was found. ``bound_ns``: proven lower bound of T_dom. ``status``: as in ``SolverStatus``.
+    """A partition and how it was found. ``bound_ns``: no partition's T_dom is less. ``status``: as in ``SolverStatus``.
 
     ``alternatives``: (name, simulated step time in ns) of everything that was simulated.
     """
@@ -150,14 +153,30 @@ def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
         return chain
     near = [start, chain.bounds]
     best = _ties_broken(setting, min(near, key=setting.t_dom), _Clock(clock.left / 2))
-    result = _milp(setting, [*near, best], chain.bound_ns, options, clock)
-    if result is None:
-        status = chain.status if setting.t_dom(best) == setting.t_dom(chain.bounds) else "heuristic"
-        return Found(bounds=best, method=_fallback(options), status=status, bound_ns=chain.bound_ns)
-    if result.value < setting.t_dom(best):
+    centers = [*near, best]
+    cands = _near(setting, centers, options)
+    result = _milp(setting, cands, centers, chain.bound_ns, options, clock)
+    if result is not None and result.value < setting.t_dom(best):
         best = _ties_broken(setting, result.bounds, clock)
-    bound = min(setting.t_dom(best), max(chain.bound_ns, result.bound))
-    return Found(bounds=best, method="milp", status=result.status, bound_ns=bound)
+    bound = _global_bound(setting, chain.bound_ns, result, cands)
+    status = _status(setting.t_dom(best), bound, result)
+    return Found(bounds=best, method="milp" if result else _fallback(options), status=status, bound_ns=bound)
+
+
+def _global_bound(setting: Setting, known: int, result: MilpPartition | None, cands: Candidates) -> int:
+    """A lower bound for every partition: ``known``, or the solver's if the candidates were all there are."""
+    every = candidates(len(setting.model.items), setting.stages, window=None)
+    complete = all(set(free) <= set(own) for free, own in zip(every.ranges, cands.ranges, strict=True))
+    return max(known, result.bound) if result is not None and complete else known
+
+
+def _status(value: float, bound: int, result: MilpPartition | None) -> str:
+    """``SolverStatus.status`` of a partition with ``value`` when no partition at all has less than ``bound``."""
+    if value <= bound:
+        return "optimal"
+    if result is None:
+        return "heuristic"
+    return "optimal-in-window" if result.status == "optimal" else result.status
 
 
 def _fallback(options: Options) -> str:
@@ -165,11 +184,11 @@ def _fallback(options: Options) -> str:
 
 
 def _milp(
-    setting: Setting, centers: Sequence[Bounds], at_least: int, options: Options, clock: _Clock
+    setting: Setting, cands: Candidates, centers: Sequence[Bounds], at_least: int, options: Options, clock: _Clock
 ) -> MilpPartition | None:
-    """The program over boundaries near the centers; None if the time is up first."""
+    """The program over the candidates, which the centers are among; None if the time is up first."""
     made = edge_costs(
-        _near(setting, centers, options),
+        cands,
         setting.edges,
         setting.pairs,
         at_most=min(map(setting.t_dom, centers)),
@@ -203,20 +222,19 @@ def _chain(setting: Setting, start: Bounds) -> Found:
     if not setting.only_self_loops:
         quick = balanced(setting.quick, ranks, setting.memory, setting.limit) or start
         bounds = min((start, quick), key=setting.t_dom)
-        return Found(bounds=bounds, method="chain-dp", status="heuristic", bound_ns=t_dom_bound(setting))
+        bound = t_dom_bound(setting)
+        return Found(
+            bounds=bounds, method="chain-dp", status=_status(setting.t_dom(bounds), bound, None), bound_ns=bound
+        )
     table = np.full((setting.stages, *setting.serial.shape), FORBIDDEN, dtype=np.int64)
     for edge in setting.edges:
         least, _ = setting.pairs.stage_limits(edge)
         for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
             table[edge.forward, p, q] = setting.pairs.edge(edge, (p, q), (p, q))
     bounds = balanced(table, ranks, setting.memory, setting.limit) or start
-    exact = setting.one_stage_a_rank or not setting.limit
-    return Found(
-        bounds=bounds,
-        method="chain-dp",
-        status="optimal" if exact else "heuristic",
-        bound_ns=setting.t_dom(bounds) if exact else t_dom_bound(setting),
-    )
+    t_dom = setting.t_dom(bounds)
+    bound = t_dom if setting.one_stage_a_rank or not setting.limit else t_dom_bound(setting)
+    return Found(bounds=bounds, method="chain-dp", status=_status(t_dom, bound, None), bound_ns=bound)
 
 
 def t_dom_bound(setting: Setting) -> int:
@@ -237,15 +255,17 @@ def t_dom_bound(setting: Setting) -> int:
 
 def _least_serial(setting: Setting, start: Bounds, options: Options) -> Found:
     bound = t_dom_bound(setting)
-    exact = setting.one_stage_a_rank or not setting.limit
-    chain = Found(bounds=start, method="chain-dp", status="optimal" if exact else "heuristic", bound_ns=bound)
-    if options.partitioner == "chain-dp":
-        return chain
-    cands = _near(setting, [start], options)
     load = load_key(setting.serial, setting.template.stage_ranks)
-    cands, tables = prune(cands, stage_costs(cands, setting.serial, at_most=int(load(start)[0])))
+    free = chain_partition(setting.serial, setting.stages)
+    assert free is not None, "nothing is forbidden"
+    exact = setting.one_stage_a_rank or not setting.limit
+    least = int(load(start)[0]) if exact else free[1]
+    if options.partitioner == "chain-dp":
+        return Found(bounds=start, method="chain-dp", status=_status(load(start)[0], least, None), bound_ns=bound)
+    cands = _near(setting, [start], options)
+    left, tables = prune(cands, stage_costs(cands, setting.serial, at_most=int(load(start)[0])))
     result = partition_milp(
-        cands,
+        left,
         tables,
         memory=setting.memory,
         limit=setting.limit,
@@ -253,14 +273,16 @@ def _least_serial(setting: Setting, start: Bounds, options: Options) -> Found:
         solver=options.solver,
     )
     if result is None:
-        return Found(bounds=start, method=_fallback(options), status=chain.status, bound_ns=bound)
+        status = _status(load(start)[0], least, None)
+        return Found(bounds=start, method=_fallback(options), status=status, bound_ns=bound)
     bounds = improve(
         min((start, result.bounds), key=load),
         lambda moved: (setting.excess(moved), *load(moved)),
         shortest=_shortest(setting),
         evaluations=TIE_EVALUATIONS,
     )
-    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=bound)
+    status = _status(load(bounds)[0], _global_bound(setting, least, result, cands), result)
+    return Found(bounds=bounds, method="milp", status=status, bound_ns=bound)
 
 
 def _least_memory(setting: Setting, start: Bounds, options: Options) -> Found:
@@ -275,7 +297,9 @@ def _least_memory(setting: Setting, start: Bounds, options: Options) -> Found:
     if result is None:
         return Found(bounds=balanced_memory, method=_fallback(options), status=status, bound_ns=bound)
     bounds = min((balanced_memory, result.bounds), key=lambda found: max(setting.memory.peaks(found)))
-    return Found(bounds=bounds, method="milp", status=result.status, bound_ns=bound)
+    least = _global_bound(setting, memory_bound(setting.memory).bound, result, cands)
+    status = _status(max(setting.memory.peaks(bounds)), least, result)
+    return Found(bounds=bounds, method="milp", status=status, bound_ns=bound)
 
 
 def _near(setting: Setting, centers: Sequence[Bounds], options: Options) -> Candidates:

@@ -198,6 +198,7 @@ class TrainConfig:
             dtype=self.run.dtype,
             recompute=recompute,
             optimizer=self.optimizer.kind,
+            momentum=self.optimizer.momentum > 0,
         )
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from tessera_rt.errors import CostError, Problem
-from tessera_rt.tasks import TaskGraph
+from tessera_rt.tasks import TaskGraph, TaskKind
 
 
 class Recompute(StrEnum):
@@ -23,6 +23,16 @@ class Recompute(StrEnum):
     FULL = "full"  # ATTN, MLP, SHARED, MTP (ROUTE is never done twice: its decision is kept)
 
 
+RECOMPUTED: Mapping[Recompute, frozenset[TaskKind]] = MappingProxyType(
+    {
+        Recompute.NONE: frozenset(),
+        Recompute.SELECTIVE: frozenset({TaskKind.MLP, TaskKind.SHARED}),
+        Recompute.FULL: frozenset({TaskKind.ATTN, TaskKind.MLP, TaskKind.SHARED, TaskKind.MTP}),
+    }
+)
+"""The compute tasks that each policy runs again in backward: what costs assume and what the engine does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What one rank processes, and how the model is spread.
@@ -30,7 +40,8 @@ class Workload:
     ``tokens``: tokens of one micro-batch on one rank. ``context``: length of the sequence they attend to (equal to
     ``tokens`` per sequence without context parallelism; larger means context parallelism, whose traffic is not
     charged).
-    ``shard_optimizer``: optimizer state is sharded over the ranks that reduce the same gradients.
+    ``shard_optimizer``: optimizer state is sharded over the ranks that reduce the same gradients. ``momentum``: sgd has
+    some (adamw has its moments anyway).
     """
 
     tokens: int
@@ -41,6 +52,7 @@ class Workload:
     dtype: str = "bf16"  # bf16 | fp16 | fp32 | fp64
     recompute: Recompute = Recompute.NONE
     optimizer: str = "adamw"  # adamw | sgd
+    momentum: bool = False
     shard_optimizer: bool = True
     combine: str = "rows"  # rows | reduced
 

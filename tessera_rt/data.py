@@ -28,7 +28,7 @@ from tessera_rt.config import DataSection
 from tessera_rt.errors import Problem, SpecError
 
 IGNORED = -100
-"""Label of a position that counts for nothing."""
+"""Label of a position that counts for nothing: that of ``moe.steps``, which data does not import."""
 
 _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")

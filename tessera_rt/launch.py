@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tessera_rt.engine.watchdog import PROGRESS_DIR, WaitError, read_note, write_first_cause
+from tessera_rt.engine.watchdog import PROGRESS_DIR, read_note, write_first_cause
 from tessera_rt.errors import Problem, SpecError, TesseraError, TransportError
+from tessera_rt.waits import WaitError
 
 _Result = TypeVar("_Result")
 

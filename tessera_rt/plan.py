@@ -21,6 +21,7 @@ from tessera_rt.errors import PlanError, Problem
 from tessera_rt.tasks import Pass
 
 PLAN_VERSION = 1
+SOLVER_STATUSES = ("optimal", "optimal-in-window", "incumbent", "heuristic")
 
 
 class ActionKind(StrEnum):
@@ -159,11 +160,13 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverStatus:
-    """How the partition was found. ``t_dom_ns``: largest pair cost of the plan; ``bound_ns``: its proven lower bound.
+    """How the partition was found. ``t_dom_ns``: largest pair cost of the plan; ``bound_ns``: no partition has less.
 
-    ``status``: optimal | incumbent | heuristic. ``step_ns``: simulated step time; ``alternatives``: simulated step
-    time of the other partitions that were looked at (name -> ns). ``bottleneck``: the interleaving key that
-    costs ``t_dom_ns``.
+    ``status``, of what the objective minimizes (``step``: of T_dom): optimal (proven among all partitions) |
+    optimal-in-window (proven among those whose boundaries are near the balanced ones) | incumbent (the time was up,
+    the solver's best so far) | heuristic (nothing is proven). ``step_ns``: simulated step time; ``alternatives``:
+    simulated step time of the other partitions that were looked at (name -> ns). ``bottleneck``: the interleaving key
+    that costs ``t_dom_ns``. T_dom, its bound and makespans are without contention; step times are with it.
     """
 
     objective: str

@@ -24,7 +24,7 @@ from tessera_rt.model_spec import (
     LayerSpec,
     ModelSpec,
 )
-from tessera_rt.plan import PLAN_VERSION, Action, ActionKind, Interleaving, Plan, Stage
+from tessera_rt.plan import PLAN_VERSION, SOLVER_STATUSES, Action, ActionKind, Interleaving, Plan, Stage
 from tessera_rt.rendezvous import find_stuck, pass_events
 from tessera_rt.tasks import Pass, Resource, TaskGraph, chunk_tasks, parse_task_name
 
@@ -122,6 +122,8 @@ def _figures(plan: Plan) -> Iterator[Problem]:
     if not assumptions.link.bytes_per_s > 0:
         yield Problem("assumptions.link.bytes_per_s", assumptions.link.bytes_per_s, "more than 0")
     yield from _at_least(0, "solver.", solver, ("t_dom_ns", "bound_ns", "step_ns", "seconds"))
+    if solver.status not in SOLVER_STATUSES:
+        yield Problem("solver.status", solver.status, f"one of {', '.join(SOLVER_STATUSES)}")
     if solver.bound_ns > solver.t_dom_ns:
         yield Problem("solver.bound_ns", solver.bound_ns, f"at most t_dom_ns ({solver.t_dom_ns}), which it bounds")
     if solver.bottleneck and solver.bottleneck not in plan.interleavings:
@@ -300,11 +302,21 @@ def _passes_of_stage(plan: Plan, stage: int, found: dict[ActionKind, dict[int, l
     for name, passes in (("B", backward), ("I", inputs)):
         yield from report(not_before(forward, passes), name, later.format("F"))
     yield from report(not_before(inputs, weights), "W", later.format("I"))
-    order = sorted(weights, key=lambda m: inputs.get(m, [0])[0])
+    yield from _weight_order(field, stage, backward, inputs, weights)
+
+
+def _weight_order(
+    field: str, stage: int, backward: dict[int, list[int]], inputs: dict[int, list[int]], weights: dict[int, list[int]]
+) -> Iterator[Problem]:
+    """W in the order of the backward passes, where a full B does its own W in its place."""
+    began, done = inputs | backward, weights | backward
+    order = sorted(began.keys() & done.keys(), key=lambda m: began[m][0])
     for earlier, m in pairwise(order):
-        if weights[earlier][0] > weights[m][0]:
+        if done[earlier][0] > done[m][0]:
             allowed = f"after W of micro-batch {earlier}, whose I came first: weight gradients keep that order"
-            yield Problem(field, f"stage {stage}: W of micro-batch {m}", allowed)
+            yield Problem(
+                field, f"stage {stage}: W of micro-batch {m}{' (in its B)' if m in backward else ''}", allowed
+            )
 
 
 def _number_ranges(numbers: Sequence[int]) -> str:

@@ -87,7 +87,11 @@ def check_runnable(config: TrainConfig) -> None:
 
 
 def profile_plan(config: TrainConfig, recompute: Recompute = Recompute.NONE) -> Plan:
-    """The plan that is run to measure: equal layers on every stage, and no more micro-batches than samples need."""
+    """The plan that is run to measure: equal layers on every stage, and no more micro-batches than samples need.
+
+    Only the times of tasks matter, so it has the plain order for the mesh: the configuration's own template may not
+    allow so few micro-batches.
+    """
     model = config.model
     names = [name for pass_ in (Pass.F, Pass.B) for name in chunk_tasks(model.items, pass_).names]
     unknown = measured_costs(
@@ -99,7 +103,6 @@ def profile_plan(config: TrainConfig, recompute: Recompute = Recompute.NONE) -> 
         config.mesh,
         unknown,
         microbatches=min(config.data.microbatches, max(_FEWEST_MICROBATCHES, config.mesh.pp)),
-        template=config.plan.template,
     )
 
 

@@ -21,9 +21,9 @@ from math import gcd, prod
 
 from tessera_rt.cost_sources.device import DeviceSpec
 from tessera_rt.cost_sources.layer_shapes import input_width
-from tessera_rt.cost_sources.sizes import check_workload, item_memory, recomputed_kinds
+from tessera_rt.cost_sources.sizes import check_workload, item_memory
 from tessera_rt.cost_sources.work import DTYPE_BYTES, Work, WorkKind, count_payload, expert_rows, task_work
-from tessera_rt.costs import CostTable, Provenance, TaskCost, Workload
+from tessera_rt.costs import RECOMPUTED, CostTable, Provenance, TaskCost, Workload
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import AttentionKind, FeedForward, Item, ModelSpec
 from tessera_rt.tasks import Pass, Resource, Task, TaskKind, chunk_tasks, task_name
@@ -125,7 +125,7 @@ def _item_costs(
     model: ModelSpec, item: Item, workload: Workload, device: DeviceSpec, sms: int
 ) -> dict[tuple[Pass, TaskKind], TaskCost]:
     work = task_work(model, item, workload)
-    recomputed = recomputed_kinds(workload.recompute)
+    recomputed = RECOMPUTED[workload.recompute]
     costs: dict[tuple[Pass, TaskKind], TaskCost] = {}
     for task in (*chunk_tasks([item], Pass.F).tasks, *chunk_tasks([item], Pass.B).tasks):
         if task.resource is Resource.COMM:

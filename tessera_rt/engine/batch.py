@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera_rt.engine.mesh import Groups, ranks_text
-from tessera_rt.engine.watchdog import FailureReporter, WaitError
+from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import Problem, SpecError, TransportError
-
-IGNORED = -100
-"""Label of a token that has no part in the loss."""
+from tessera_rt.moe.steps import IGNORED
+from tessera_rt.waits import WaitError
 
 Pair = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 Batch = Pair | list[Pair]
@@ -82,29 +81,50 @@ def valid_tokens(microbatches: Sequence[Microbatch], groups: Groups) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """What a rank means by the step it is about to run. ``shapes[m]``: (b, s); ``content``: digest of all ids."""
+    """What a rank means by the step it is about to run.
+
+    ``plan``: a digest. ``settings``: everything else that must be alike, by name. ``shapes[m]``: (b, s). ``content``:
+    digest of all ids.
+    """
 
     mode: str
     step: int
     plan: str
+    settings: Mapping[str, str]
     shapes: tuple[tuple[int, ...], ...]
     content: int
 
     @property
     def words(self) -> list[int]:
-        """As integers for comparison: mode, step, plan, number of micro-batches, shapes, content."""
-        return [_digest(self.mode), self.step, _digest(self.plan), len(self.shapes), _digest(self.shapes), self.content]
+        """As integers for comparison, in the order of ``fields``."""
+        alike = [
+            _digest(self.mode),
+            self.step,
+            _digest(self.plan),
+            _digest(json.dumps(self.settings)),
+            len(self.shapes),
+        ]
+        return [*alike, _digest(self.shapes), self.content]
 
     @property
     def fields(self) -> list[tuple[str, str]]:
         """As texts, in the order of ``words``."""
         shapes = ", ".join("x".join(map(str, shape)) for shape in self.shapes)
-        texts = (self.mode, self.step, self.plan[:12], len(self.shapes), shapes, f"{self.content:x}")
+        settings = json.dumps(self.settings)
+        texts = (self.mode, self.step, self.plan[:12], settings, len(self.shapes), shapes, f"{self.content:x}")
         return list(zip(_FIELDS, map(str, texts), strict=True))
 
 
-_FIELDS = ("mode", "step", "plan", "number of micro-batches", "shapes of micro-batches", "digest of the token ids")
-_OF_COLUMN = 4  # the fields from here on must be alike within a column only
+_FIELDS = (
+    "mode",
+    "step",
+    "plan",
+    "settings",
+    "number of micro-batches",
+    "shapes of micro-batches",
+    "digest of the token ids",
+)
+_OF_COLUMN = 5  # the fields from here on must be alike within a column only
 
 
 def agree(
@@ -112,6 +132,7 @@ def agree(
     step: int,
     microbatches: Sequence[Microbatch],
     plan: str,
+    settings: Mapping[str, str],
     groups: Groups,
     reporter: FailureReporter,
     *,
@@ -119,12 +140,15 @@ def agree(
 ) -> None:
     """All ranks come here before a step and compare what they are about to run.
 
-    ``mode``: train | eval; ``plan``: a digest. Mode, step, plan and number of micro-batches must be alike on all ranks,
-    the batch itself on the pipeline ranks of a column. Raises SpecError on every rank, which names the ranks and their
-    values; or TransportError, within the time-out, which names the ranks that did not come.
+    ``mode``: train | eval; ``plan``: a digest; ``settings``: overlap, seed, optimizer. Mode, step, plan, settings
+    and number of micro-batches must be alike on all ranks, the batch itself on the pipeline ranks of a column. Raises
+    SpecError on every rank, which names the ranks and their values; or TransportError, within the time-out, which names
+    the ranks that did not come.
     """
     shapes = tuple(tuple(microbatch.tokens.shape) for microbatch in microbatches)
-    header = StepHeader(mode=mode, step=step, plan=plan, shapes=shapes, content=_content(microbatches))
+    header = StepHeader(
+        mode=mode, step=step, plan=plan, settings=settings, shapes=shapes, content=_content(microbatches)
+    )
     store = groups.world.get_group_store()
     words = torch.tensor(header.words, device=groups.device_mesh.device_type)
     gathered = [torch.empty_like(words) for _ in range(groups.mesh.world)]
@@ -162,16 +186,29 @@ def _mismatches(
     except RuntimeError as error:
         raise TransportError(f"{groups.name} could not read what the other ranks are about to run: {error}") from error
     problems: list[Problem] = []
-    for field in fields:
-        name = _FIELDS[field]
+    named = [(field, _FIELDS[field], [values[_FIELDS[field]] for values in told]) for field in fields]
+    for field, name, values in _single_settings(named):
         ranks: dict[str, list[int]] = {}
-        for rank, values in enumerate(told):
-            ranks.setdefault(values[name], []).append(rank)
+        for rank, value in enumerate(values):
+            ranks.setdefault(value, []).append(rank)
         values_text = "; ".join(f"{value} on {ranks_text(of_value)}" for value, of_value in ranks.items())
         where = "the pipeline ranks of a (dp, ep) column" if field >= _OF_COLUMN else "all ranks"
         remedy = "evaluation is collective too: every rank must call it equally often" if name == "mode" else ""
         problems.append(Problem(name, values_text, f"the same on {where}", remedy))
     return problems
+
+
+def _single_settings(named: Sequence[tuple[int, str, list[str]]]) -> Iterator[tuple[int, str, list[str]]]:
+    """(field, name, values by rank) with the settings one by one, those that differ."""
+    for field, name, values in named:
+        if name != "settings":
+            yield field, name, values
+            continue
+        by_rank = [json.loads(value) for value in values]
+        for key in by_rank[0]:
+            of_key = [settings.get(key, "") for settings in by_rank]
+            if len(set(of_key)) > 1:
+                yield field, f"settings.{key}", of_key
 
 
 def _not_all(

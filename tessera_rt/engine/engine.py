@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -25,7 +26,7 @@ from tessera_rt.errors import PlanError, Problem, SpecError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.moe.steps import Placement, TaskModel, Transport
 from tessera_rt.moe.transport import make_transport
-from tessera_rt.plan import Action, ActionKind, Message, Plan, messages_from, output_of
+from tessera_rt.plan import ActionKind, Message, Plan, messages_from, output_of
 from tessera_rt.plan_check import check_plan
 from tessera_rt.timeline import Timeline
 
@@ -79,6 +80,14 @@ class Engine:
         self.timeout_s = timeout_s
         self.steps_done = 0
         self.dtype = DTYPES[plan.workload.dtype]
+        optimizer = optimizer or OptimizerConfig()
+        self._digest = plan_digest(plan)
+        self._settings = {
+            "overlap": str(overlap),
+            "seed": str(seed),
+            "recompute": str(plan.workload.recompute),
+            **{f"optimizer.{name}": str(value) for name, value in asdict(optimizer).items()},
+        }
         self.groups = make_groups(plan, model.spec, timeout_s=timeout_s)
         self.reporter = FailureReporter.for_group(self.groups.world)
         self._runtime = self.device.set_up(
@@ -104,7 +113,7 @@ class Engine:
         self.gradients = GradientBuffers(infos, self.groups)
         for chunk in chunks.values():
             chunk.set_sink(self.gradients.queue)
-        self.optimizer = ShardedOptimizer(self.gradients, optimizer or OptimizerConfig())
+        self.optimizer = ShardedOptimizer(self.gradients, optimizer)
         self.stages = {
             index: StageRunner(
                 index, chunk, transport, self._runtime.lanes, self.gradients.queue, plan.workload.recompute
@@ -153,7 +162,10 @@ class Engine:
         with self._failures("evaluate"):
             tokens = self._begin("eval", microbatches)
             given = self._given(microbatches, tokens)
-            self._exchange(microbatches, partial(self._driver.evaluate, given), train=False)
+            # In groups that each end by themselves: no answer comes back by which sent activations could be let go.
+            for first in range(0, len(microbatches), self.plan.mesh.pp):
+                group = range(first, min(first + self.plan.mesh.pp, len(microbatches)))
+                self._exchange(microbatches, partial(self._driver.evaluate, given, group), evaluated=group)
             return self._metrics()[0]
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -213,7 +225,7 @@ class Engine:
             given = self._given(microbatches, tokens)
             for first in range(0, len(microbatches), count):
                 of_round = slice(first, first + count)
-                self._exchange(microbatches[of_round], partial(self._driver.train, given[of_round]), train=True)
+                self._exchange(microbatches[of_round], partial(self._driver.train, given[of_round]))
                 self.gradients.queue.check_empty()
             self.gradients.reduce()
             loss, aux_loss = self._metrics()
@@ -226,7 +238,8 @@ class Engine:
             mode,
             self.steps_done,
             microbatches,
-            plan_digest(self.plan),
+            self._digest,
+            self._settings,
             self.groups,
             self.reporter,
             timeout_s=self.timeout_s,
@@ -252,9 +265,16 @@ class Engine:
         text = f"{self.seed}/{self.steps_done}/{self.groups.dp_i}/{self.groups.ep_i}/{microbatch}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
-    def _exchange(self, microbatches: Sequence[Microbatch], run: Callable[[], None], *, train: bool) -> None:
+    def _exchange(
+        self, microbatches: Sequence[Microbatch], run: Callable[[], None], *, evaluated: range | None = None
+    ) -> None:
+        """Open the mail, ``run``, close the mail. ``evaluated``: forward only, of these micro-batches."""
         shapes = [self.model.boundary_shape((m.tokens.shape[0], m.tokens.shape[1])) for m in microbatches]
-        sent = [self._messages(rank, train=train) for rank in range(self.plan.mesh.pp)]
+        if evaluated is None:
+            sent = self._training_messages
+        else:
+            of_group = frozenset(evaluated)
+            sent = tuple(tuple(m for m in of_rank if m.microbatch in of_group) for of_rank in self._evaluation_messages)
         me = self.groups.pp_i
         incoming = {
             source: [message for message in queue if message.target == me]
@@ -262,18 +282,22 @@ class Engine:
             if any(message.target == me for message in queue)
         }
         for stage in self.stages.values():
-            stage.chunk.train(train)
+            stage.chunk.train(evaluated is None)
         self._runtime.open_step(shapes, sent[me], incoming)
         run()
         self._runtime.close_step()
 
-    def _messages(self, rank: int, *, train: bool) -> tuple[Message, ...]:
-        if train:
-            return messages_from(self.plan, rank, overlap=self.overlap)
-        forwards: list[Action] = [
-            part for action in self.plan.actions[rank] for part in action.passes if part.kind is ActionKind.F
-        ]
-        return tuple(message for message in (output_of(self.plan, part) for part in forwards) if message)
+    @cached_property
+    def _training_messages(self) -> tuple[tuple[Message, ...], ...]:
+        """What every pipeline rank sends in a training step, in order."""
+        return tuple(messages_from(self.plan, rank, overlap=self.overlap) for rank in range(self.plan.mesh.pp))
+
+    @cached_property
+    def _evaluation_messages(self) -> tuple[tuple[Message, ...], ...]:
+        """What every pipeline rank sends when only the forward passes run, in order."""
+        passes = [[part for action in actions for part in action.passes] for actions in self.plan.actions]
+        outputs = [[output_of(self.plan, part) for part in of_rank if part.kind is ActionKind.F] for of_rank in passes]
+        return tuple(tuple(message for message in of_rank if message) for of_rank in outputs)
 
     def _metrics(self) -> tuple[float, ...]:
         """Loss terms summed over stages and data ranks."""
@@ -281,10 +305,12 @@ class Engine:
         for stage in self.stages.values():
             for name, value in stage.take_metrics().items():
                 total[METRICS.index(name)] += value.double()
-        dist.all_reduce(total, group=self.groups.world)
+        work = dist.all_reduce(total, group=self.groups.world, async_op=True)
+        assert work is not None
+        self.groups.wait(work, "the sum of the loss", self.groups.world)
         return tuple(total.tolist())
 
-    def _failures(self, what: str) -> Any:
+    def _failures(self, what: str) -> AbstractContextManager[None]:
         return self.reporter.guard(f"{what} {self.steps_done + 1}")
 
 

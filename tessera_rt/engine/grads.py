@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from tessera_rt.engine.buckets import Weight, collect_weights, gathered, make_buckets, reduce_scatter
 from tessera_rt.engine.mesh import Groups
-from tessera_rt.engine.watchdog import WaitError, short_cause
 from tessera_rt.engine.weight_queue import WeightGradQueue
 from tessera_rt.errors import PlanError, Problem, ScheduleError, SpecError
 from tessera_rt.moe.steps import ParameterInfo
+from tessera_rt.waits import WaitError, short_cause
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"}
 

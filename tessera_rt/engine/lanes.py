@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from tessera_rt.engine.events import EventKind, EventLog, TaskRef
 from tessera_rt.moe.steps import Pending, ReadyPending
+from tessera_rt.waits import WaitError
 
 T = TypeVar("T")
 
@@ -51,7 +52,10 @@ class CpuLanes:
         if isinstance(pending, _Waited):
             return pending.output
         self.log.record(EventKind.WAIT, task)
-        value = pending.wait()
+        try:
+            value = pending.wait()
+        except WaitError as error:
+            raise error.within(task) from error.__cause__
         self.log.record(EventKind.DONE, task)
         return value
 

@@ -81,11 +81,11 @@ class Driver:
                 for part in action.passes:
                     self._run((part,), self._canonical(part), given)
 
-    def evaluate(self, given: Sequence[Mapping[str, Any]]) -> None:
-        """The forward passes only, in the plan's order."""
+    def evaluate(self, given: Sequence[Mapping[str, Any]], microbatches: range) -> None:
+        """The forward passes of some micro-batches only, in the plan's order."""
         for action in self.plan.actions[self.rank]:
             for part in action.passes:
-                if part.kind is ActionKind.F:
+                if part.kind is ActionKind.F and part.microbatch in microbatches:
                     self.note(f"{part} (evaluation)")
                     self._run((part,), self._canonical(part), given, train=False)
 

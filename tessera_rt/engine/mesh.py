@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tessera_rt.engine.watchdog import short_cause, wait
 from tessera_rt.errors import PlanError, Problem, TransportError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan, output_of
+from tessera_rt.waits import short_cause, wait
 
 _DIGEST_WORDS = 4
 

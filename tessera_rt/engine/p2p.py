@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera_rt.engine.mesh import Groups
-from tessera_rt.engine.watchdog import FailureReporter, WaitError, wait
+from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import Problem, ScheduleError, TransportError
 from tessera_rt.plan import ActionKind, Message, Plan
 from tessera_rt.tasks import Pass
+from tessera_rt.waits import WaitError, wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tessera_rt.costs import Recompute
+from tessera_rt.costs import RECOMPUTED, Recompute
 from tessera_rt.engine.events import TaskRef
 from tessera_rt.engine.lanes import Lanes
 from tessera_rt.moe.steps import Chunk, CommStep, ComputeStep, Pending, Transport, check_program
-from tessera_rt.tasks import Pass, TaskKind, task_name
-
-RECOMPUTED: Mapping[Recompute, frozenset[TaskKind]] = {
-    Recompute.NONE: frozenset(),
-    Recompute.SELECTIVE: frozenset({TaskKind.MLP, TaskKind.SHARED}),
-    Recompute.FULL: frozenset({TaskKind.ATTN, TaskKind.MLP, TaskKind.SHARED, TaskKind.MTP}),
-}
+from tessera_rt.tasks import Pass, task_name
 
 
 class WeightQueue(Protocol):
@@ -190,7 +184,8 @@ class StageRunner:
             outputs = self.lanes.compute(task, lambda: step.fn(*arguments))
         for value, output in zip(step.outputs, outputs, strict=True):
             if isinstance(output, Tensor):
-                if output.requires_grad or (again and output.is_floating_point()):
+                # Also of frozen layers: every rank then does the same backward collectives.
+                if state.train and output.is_floating_point():
                     state.differentiable.add(value)
                 state.values[value] = output.detach()
             else:

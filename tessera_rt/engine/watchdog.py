@@ -14,13 +14,13 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from tessera_rt.errors import SpecError, TransportError
+from tessera_rt.waits import WaitError, short_cause
 
 PROGRESS_DIR = "TESSERA_PROGRESS_DIR"
 """Environment variable: a folder in which every rank of this host keeps its last note (set by the launcher)."""
@@ -29,39 +29,6 @@ _FIRST_CAUSE = "first_cause.json"
 _NOTE_BYTES = 512
 _POLL_S = 0.02
 _LISTED = 8
-
-
-class WaitError(TransportError):
-    """A wait that failed. ``waits_for``: the global ranks that could have ended it."""
-
-    waits_for: tuple[int, ...] = ()
-
-    @classmethod
-    def after(
-        cls, error: RuntimeError, who: str, what: str, waits_for: Sequence[int], *, started: float, timeout_s: float
-    ) -> Self:
-        """From the error of a wait that began at ``started`` (time.monotonic): a time-out or a lost connection."""
-        if time.monotonic() - started >= 0.99 * timeout_s:
-            made = cls(f"{who} waited {timeout_s:g} s for {what}")
-        else:
-            made = cls(f"{who} waited for {what} and lost its connection: {short_cause(error)}")
-        made.waits_for = tuple(waits_for)
-        return made
-
-
-def short_cause(error: BaseException) -> str:
-    """First sentence of a transport library's message, without the place in its source."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip() or type(error).__name__)
-    return re.split(r"\.\s|\n", text, maxsplit=1)[0]
-
-
-def wait(work: dist.Work, who: str, what: str, waits_for: Sequence[int], *, timeout_s: float) -> None:
-    """Block until ``work`` is done, at most ``timeout_s`` seconds. Raises WaitError: ``who`` waited for ``what``."""
-    started = time.monotonic()
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise WaitError.after(error, who, what, waits_for, started=started, timeout_s=timeout_s) from error
 
 
 def read_note(folder: Path, rank: int) -> str:

@@ -75,6 +75,7 @@ class _Workload(StrictModel):
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     recompute: Annotated[Recompute, Field(strict=False)] = Recompute.NONE
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    momentum: bool = False
     shard_optimizer: bool = True
     combine: Literal["rows", "reduced"] = "rows"
 

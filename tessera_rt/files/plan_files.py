@@ -174,6 +174,7 @@ class _Workload(StrictModel):
     dtype: Literal["bf16", "fp16", "fp32", "fp64"]
     recompute: Annotated[Recompute, Field(strict=False)]
     optimizer: Literal["adamw", "sgd"]
+    momentum: bool = False
     shard_optimizer: bool
     combine: Literal["rows", "reduced"]
 
@@ -195,7 +196,7 @@ class _Assumptions(StrictModel):
 class _Solver(StrictModel):
     objective: str
     method: str
-    status: Literal["optimal", "incumbent", "heuristic"]
+    status: Literal["optimal", "optimal-in-window", "incumbent", "heuristic"]
     t_dom_ns: _Count
     bound_ns: _Count
     step_ns: _Count

@@ -27,11 +27,10 @@ from tessera_rt.models.attention import GatedDeltaNet, SoftmaxAttention, attenti
 from tessera_rt.models.dropout import keyed_dropout
 from tessera_rt.moe.block import MoEBlock, moe_problems, moe_steps
 from tessera_rt.moe.experts import DenseFeedForward, activation_problems
-from tessera_rt.moe.steps import Chunk, ComputeStep, ParameterInfo, Placement, Program, Seed, Step, expert_name
+from tessera_rt.moe.steps import IGNORED, Chunk, ComputeStep, ParameterInfo, Placement, Program, Seed, Step, expert_name
 from tessera_rt.split import SplitLinear
 from tessera_rt.tasks import TaskKind
 
-IGNORED_LABEL = -100
 _EXPERTS = ".feed_forward.experts."
 
 
@@ -119,7 +118,7 @@ class HybridChunk(Chunk):
         assert self.head is not None
         logits: Tensor = self.head(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return (loss * loss_scale,)
 
     def _drop(self, place: str, x: Tensor, random_key: int) -> Tensor:

@@ -9,7 +9,7 @@ later capture each step by itself, and it derives the backward pass:
   outputs that have a gradient; the leaves' gradients are added to the gradients of the input values;
 - communication: no autograd node; backward is the inverse collective (``issue_backward``).
 
-Values the engine provides to every micro-batch: ``tokens`` [b, s] int64; ``labels`` [b, s] int64 (-100 = ignored);
+Values the engine provides to every micro-batch: ``tokens`` [b, s] int64; ``labels`` [b, s] int64 (``IGNORED``: none);
 ``loss_scale`` float, 1 / global valid tokens of the step; ``aux_scale`` float, 1 / number of micro-batches of the step;
 ``random_key`` int, from which dropout masks are drawn (it does not depend on pp, schedule or overlap).
 """
@@ -29,6 +29,8 @@ from tessera_rt.split import GroupedLinear, SplitLinear, WeightGradSink
 from tessera_rt.tasks import TaskKind
 
 GIVEN_VALUES = ("tokens", "labels", "loss_scale", "aux_scale", "random_key")
+IGNORED = -100
+"""Label of a token that has no part in the loss."""
 
 
 class Pending(Protocol):

@@ -6,7 +6,6 @@ Shapes: R rows that a rank sends or receives, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from tessera_rt.errors import PlanError, Problem, TransportError
 from tessera_rt.moe.steps import Pending, ReadyPending, RowLayout, Transport
 from tessera_rt.plan import Mesh
+from tessera_rt.waits import wait
 
 
 class LocalTransport:
@@ -54,7 +54,7 @@ class CollectiveTransport:
         timeout_s: float = 300.0,
     ) -> None:
         self.ep_rank, self.ep_size, self.dp_rank, self.dp_size = ep_rank, ep_size, dp_rank, dp_size
-        self._ep_group, self._data_group, self._timeout = ep_group, data_group, timedelta(seconds=timeout_s)
+        self._ep_group, self._data_group, self._timeout_s = ep_group, data_group, timeout_s
         problems = [
             *_group_problems("ep_group", ep_group, ep_rank, ep_size),
             *_group_problems("data_group", data_group, dp_rank * ep_size + ep_rank, dp_size * ep_size),
@@ -75,7 +75,7 @@ class CollectiveTransport:
             output.view(shape),
             counts,
             self._data_group,
-            self._timeout,
+            self._timeout_s,
             what,
             finish=lambda gathered: gathered.cpu(),
         )
@@ -93,7 +93,7 @@ class CollectiveTransport:
             return ReadyPending(rows)
         output = rows.new_empty(sum(receive), *rows.shape[1:])
         work = dist.all_to_all_single(output, rows, list(receive), list(send), group=self._ep_group, async_op=True)
-        return WorkPending(work, output, rows, self._ep_group, self._timeout, f"all-to-all of rows ({name})")
+        return WorkPending(work, output, rows, self._ep_group, self._timeout_s, f"all-to-all of rows ({name})")
 
 
 class WorkPending:
@@ -105,26 +105,21 @@ class WorkPending:
         output: Tensor,
         sent: Tensor,
         group: dist.ProcessGroup,
-        timeout: timedelta,
+        timeout_s: float,
         what: str,
         finish: Callable[[Tensor], Tensor] = lambda output: output,
     ) -> None:
         self.output = output
         self._work: dist.Work | None = work
         self._sent: Tensor | None = sent
-        self._group, self._timeout, self._what, self._finish = group, timeout, what, finish
+        self._group, self._timeout_s, self._what, self._finish = group, timeout_s, what, finish
 
     def wait(self) -> Tensor:
-        """The output. Raises TransportError when it does not come within the time-out or a peer is gone."""
+        """The output. Raises WaitError (a TransportError) when it does not come in time or a peer is gone."""
         if self._work is not None:
-            try:
-                self._work.wait(self._timeout)
-            except RuntimeError as error:
-                ranks = dist.get_process_group_ranks(self._group)
-                raise TransportError(
-                    f"rank {dist.get_rank()}: {self._what} among ranks {ranks} failed or did not end within "
-                    f"{self._timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
-                ) from error
+            others = [rank for rank in dist.get_process_group_ranks(self._group) if rank != dist.get_rank()]
+            what = f"the {self._what} with ranks {', '.join(map(str, others))}"
+            wait(self._work, f"rank {dist.get_rank()}", what, others, timeout_s=self._timeout_s)
             self.output = self._finish(self.output)
             self._work = self._sent = None
         return self.output

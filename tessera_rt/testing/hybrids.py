@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tessera_rt.costs import CostTable, ItemMemory, Link, Provenance, TaskCost, Workload
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, LayerSpec, ModelSpec, Router
+from tessera_rt.moe.steps import IGNORED
 from tessera_rt.tasks import Pass, chunk_tasks
 
 _GDN = Attention(kind=AttentionKind.GATED_DELTA_NET, heads=2, kv_heads=1, head_dim=4, v_dim=4, conv=3)
@@ -87,6 +88,6 @@ def token_batch(
     for shape in shapes:
         tokens = torch.randint(model.vocab, shape, generator=generator)
         labels = torch.randint(model.vocab, shape, generator=generator)
-        labels[torch.rand(shape, generator=generator) < ignored] = -100
+        labels[torch.rand(shape, generator=generator) < ignored] = IGNORED
         batch.append((tokens, labels))
     return batch

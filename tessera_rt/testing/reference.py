@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera_rt.moe.steps import Chunk, CommStep, Pending, ReadyPending, Seed, Step, expert_name
+from tessera_rt.moe.steps import IGNORED, Chunk, CommStep, Pending, ReadyPending, Seed, Step, expert_name
 from tessera_rt.moe.transport import LocalTransport
 
 Part = tuple[Tensor, Tensor]  # tokens [b, s], labels [b, s]
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def reference_step(
     for chunk in chunks:
         chunk.set_sink(None)
         chunk.zero_grad(set_to_none=True)
-    valid = sum(int((labels != IGNORED_LABEL).sum()) for parts in microbatches for _, labels in parts)
+    valid = sum(int((labels != IGNORED).sum()) for parts in microbatches for _, labels in parts)
     metrics = []
     for i, parts in enumerate(microbatches):
         given = [

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tessera_rt.costs import Link, Workload
-from tessera_rt.engine.batch import IGNORED, Batch, agree, count_valid, split_batch, valid_tokens
+from tessera_rt.engine.batch import Batch, agree, count_valid, split_batch, valid_tokens
 from tessera_rt.engine.mesh import make_groups
 from tessera_rt.engine.watchdog import FailureReporter
 from tessera_rt.errors import SpecError, TransportError
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, LayerSpec, ModelSpec
+from tessera_rt.moe.steps import IGNORED
 from tessera_rt.plan import Action, CostAssumptions, Mesh, Plan, SolverStatus, Stage
 from tessera_rt.testing.worker_pool import RankContext, WorkerPool
 
@@ -145,10 +146,21 @@ class Caller:
         self.reporter = FailureReporter.for_group(self.groups.world, grace_s=0.2)
         self.timeout_s = timeout_s
 
-    def __call__(self, mode: str, batch: Batch, parts: int, *, step: int = 0, plan: str = "p") -> str:
+    def __call__(
+        self, mode: str, batch: Batch, parts: int, *, step: int = 0, plan: str = "p", settings: str = "on"
+    ) -> str:
         try:
             microbatches = split_batch(batch, parts, vocab=VOCAB)
-            agree(mode, step, microbatches, plan, self.groups, self.reporter, timeout_s=self.timeout_s)
+            agree(
+                mode,
+                step,
+                microbatches,
+                plan,
+                {"overlap": settings},
+                self.groups,
+                self.reporter,
+                timeout_s=self.timeout_s,
+            )
         except (SpecError, TransportError) as error:
             return f"{type(error).__name__}: {error}"
         return "agreed"

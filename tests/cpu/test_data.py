@@ -14,6 +14,11 @@ from hypothesis import strategies as st
 from tessera_rt.config import DataSection
 from tessera_rt.data import IGNORED, Data, Layout, Part, Tokens, Windows, open_data, shuffled
 from tessera_rt.errors import SpecError
+from tessera_rt.moe import steps
+
+
+def test_positions_without_a_label_have_the_engines_label() -> None:
+    assert IGNORED == steps.IGNORED
 
 
 def section(**fields: object) -> DataSection:

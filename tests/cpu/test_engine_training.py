@@ -14,9 +14,9 @@ from tessera_rt.costs import Workload
 from tessera_rt.engine.engine import Engine, StepResult
 from tessera_rt.engine.optim import OptimizerConfig
 from tessera_rt.errors import SpecError
-from tessera_rt.model_spec import ModelSpec
+from tessera_rt.model_spec import FeedForwardKind, ModelSpec
 from tessera_rt.models.hybrid import HybridModel
-from tessera_rt.moe.steps import Placement, expert_name
+from tessera_rt.moe.steps import Chunk, Placement, expert_name
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.planner.build import plan_with
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid, token_batch
@@ -56,8 +56,8 @@ def names_of(name: str, experts: range) -> list[str]:
 
 def one_process(
     spec: ModelSpec, config: OptimizerConfig, batches: Sequence[Sequence[Batch]]
-) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and final parameters with torch's own optimizer and clipping."""
+) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+    """Losses, balance losses, gradient norms and final parameters with torch's own optimizer and clipping."""
     chunk = HybridModel(spec, seed=1).build_chunk(spec.items, Placement(dtype=torch.float64))
     infos = {id(info.parameter): info for info in reversed(chunk.parameter_infos())}.values()
     groups = [
@@ -69,10 +69,11 @@ def one_process(
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     else:
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    losses, norms = [], []
+    losses, aux_losses, norms = [], [], []
     for of_step in batches:
         result = reference_step([chunk], [[of_part[i] for of_part in of_step] for i in range(len(of_step[0]))])
         losses.append(result.total("loss"))
+        aux_losses.append(result.total("aux_loss"))
         for info in infos:
             if info.experts is None:
                 info.parameter.grad = result.gradients[info.name].clone()
@@ -90,7 +91,7 @@ def one_process(
             final[info.name] = info.parameter.detach()
         else:
             final |= dict(zip(names_of(info.name, info.experts), info.parameter.detach(), strict=True))
-    return losses, norms, final
+    return losses, aux_losses, norms, final
 
 
 def assert_trains_alike(
@@ -102,9 +103,11 @@ def assert_trains_alike(
     rounds: int = 1,
 ) -> None:
     results = pool.run(trained, plan.mesh.world, spec, plan, config, batches, rounds, timeout_s=100)
-    losses, norms, final = one_process(spec, config, batches)
+    losses, aux_losses, norms, final = one_process(spec, config, batches)
+    assert all(aux_losses) == any(layer.feed_forward.kind is FeedForwardKind.MOE for layer in spec.layers)
     for of_rank, _ in results:
         assert [r.loss for r in of_rank] == pytest.approx(losses, rel=1e-10)
+        assert [r.aux_loss for r in of_rank] == pytest.approx(aux_losses, rel=1e-10)
         assert [r.grad_norm for r in of_rank] == pytest.approx(norms, rel=1e-10)
         assert not any(r.skipped for r in of_rank)
     found: dict[str, Tensor] = {}
@@ -143,8 +146,11 @@ OPTIMIZERS = [
     ],
 )
 def test_three_steps_equal_torchs_optimizer(pool: WorkerPool, mesh: Mesh, tied: bool, config: OptimizerConfig) -> None:
-    """Cases 24, 40, 41, 43: lengths change within and between steps, tied weights, one global norm, valid tokens."""
-    spec = tiny_hybrid("gSd", tied=tied, vocab=17, hidden=8)
+    """Cases 24, 40, 41, 43: lengths change within and between steps, tied weights, one global norm, valid tokens.
+
+    The balance losses are those of all data ranks' tokens together.
+    """
+    spec = tiny_hybrid("gSd", tied=tied, vocab=17, hidden=16)
     shapes = [[(2, 5), (2, 9), (1, 3), (2, 16)], [(1, 17)] * 4, [(3, 4), (1, 1), (2, 2), (1, 8)]]
     assert_trains_alike(pool, spec, make_plan(spec, mesh, 4), config, batches_for(spec, mesh, shapes))
 
@@ -178,8 +184,8 @@ def test_fewer_micro_batches_than_stages(pool: WorkerPool, microbatches: int) ->
 
 
 def test_two_rounds_scale_once(pool: WorkerPool) -> None:
-    """Case 42: m = 8 twice on pp 2: the gradient is that of sixteen micro-batches, on every stage."""
-    spec = tiny_hybrid("dd")
+    """Case 42: m = 8 twice on pp 2: loss, balance loss and gradient are those of sixteen micro-batches."""
+    spec = tiny_hybrid("gS")
     plan = make_plan(spec, Mesh(pp=2), 8)
     assert_trains_alike(pool, spec, plan, OPTIMIZERS[1], batches_for(spec, plan.mesh, [[(1, 3)] * 16] * 2), rounds=2)
 
@@ -192,18 +198,6 @@ def test_loss_is_the_mean_over_valid_tokens(pool: WorkerPool) -> None:
         labels[0, valid:] = -100
     plan = make_plan(spec, Mesh(pp=2), 4)
     assert_trains_alike(pool, spec, plan, OPTIMIZERS[1], [[batch]])
-
-
-def test_rows_that_do_not_divide(pool: WorkerPool) -> None:
-    """Case 23: batch 8 in 3 micro-batches (3, 3, 2)."""
-    spec = tiny_hybrid("gd")
-    [(tokens, labels)] = token_batch(spec, [(8, 5)], seed=4)
-    plan = make_plan(spec, Mesh(pp=3), 3)
-    results = pool.run(trained, 3, spec, plan, OPTIMIZERS[1], [[(tokens, labels)]], 1)
-    parts = [(tokens[a:b], labels[a:b]) for a, b in ((0, 3), (3, 6), (6, 8))]
-    losses, norms, _ = one_process(spec, OPTIMIZERS[1], [[parts]])
-    assert results[0][0][0].loss == pytest.approx(losses[0], rel=1e-11)
-    assert results[0][0][0].grad_norm == pytest.approx(norms[0], rel=1e-11)
 
 
 def in_float64(plan: Plan) -> Plan:
@@ -222,21 +216,41 @@ def mixed(
         return losses, engine.named_parameters()
 
 
+def parameters_of(chunk: Chunk, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of ``chunk`` from parameters by global name."""
+    infos = {id(info.parameter): info for info in chunk.parameter_infos()}
+    state = {}
+    for name, parameter in chunk.named_parameters(remove_duplicate=False):
+        info = infos[id(parameter)]
+        if info.experts is None:
+            state[name] = named[info.name]
+        else:
+            state[name] = torch.stack([named[n] for n in names_of(info.name, info.experts)])
+    return state
+
+
 def test_evaluation_in_any_order(pool: WorkerPool) -> None:
     """Case 31: evaluating before, between and after leaves training as it is; no dropout when evaluating."""
     spec = tiny_hybrid("gS")
     plan = make_plan(spec, Mesh(pp=2, vpp=2), 3)
     batches = [token_batch(spec, [(2, 6)] * 3, seed=i) for i in range(2)]
     plain = pool.run(mixed, 2, spec, plan, batches, "tt")
-    woven = pool.run(mixed, 2, spec, plan, batches, "eeteet")
+    woven = pool.run(mixed, 2, spec, plan, batches, "eeteetee")
     for (plain_losses, plain_parameters), (woven_losses, parameters) in zip(plain, woven, strict=True):
         assert [woven_losses[2], woven_losses[5]] == plain_losses
-        assert woven_losses[0] == woven_losses[1] and woven_losses[3] == woven_losses[4]
+        assert all(woven_losses[i] == woven_losses[i + 1] for i in (0, 3, 6))
         for name, value in plain_parameters.items():
             assert torch.equal(parameters[name], value), name
     chunk = HybridModel(spec, seed=1).build_chunk(spec.items, Placement(dtype=torch.float64))
-    undropped = reference_step([chunk], [[pair] for pair in batches[0]]).total("loss")
-    assert woven[0][0][0] == pytest.approx(undropped, rel=1e-11)
+    evaluated = {
+        0: chunk.state_dict(),
+        6: parameters_of(chunk, {k: v for _, of_rank in woven for k, v in of_rank.items()}),
+    }
+    for i, state in evaluated.items():
+        chunk.load_state_dict(state)
+        undropped = reference_step([chunk], [[pair] for pair in batches[0]]).total("loss")
+        assert woven[0][0][i] == pytest.approx(undropped, rel=1e-11), f"evaluation {i}"
+    assert woven[0][0][6] != pytest.approx(woven[0][0][0], rel=1e-3), "training changed nothing"
 
 
 def bad_batches(ctx: RankContext, spec: ModelSpec, plan: Plan) -> list[str]:

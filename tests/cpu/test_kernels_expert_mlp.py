@@ -14,8 +14,8 @@ from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.expert_mlp import NO_MAIN_GRADS, ExpertWeights, MainGrads, expert_mlp
 from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, router_weight_gradient
 from tessera_rt.kernels.operands import Run
-from tessera_rt.kernels.options import Activation, Gate
-from tessera_rt.kernels.routing import expert_rows, place, route_rows
+from tessera_rt.kernels.options import Activation, Gate, RouterRule
+from tessera_rt.kernels.routing import expert_rows, place, route_rows, topk, topk_backward
 from tessera_rt.testing.interpreter import launches, program_order
 from tessera_rt.testing.kernel_checks import (
     assert_near,
@@ -261,3 +261,20 @@ def test_rows_beyond_2_31_elements_are_gathered_right() -> None:
     position = torch.tensor([[rows - 1, 0], [0, -1]], dtype=torch.int32)
     out = gather_sum(y, position)
     assert torch.equal(out[0].float(), torch.arange(hidden) % 97 + 1.0) and torch.equal(out[1], y[0])
+
+
+def test_every_grid_obeys_the_budget() -> None:
+    """Routing, forward and backward: no launch has more programs than the SMs left to compute."""
+    x, weights, ids, router, gate, _ = _layer("gpt-oss", torch.float32)
+    leaves = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
+    inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
+    logits, rule = torch.randn(33, 5), RouterRule(top_k=3)
+    for budget in (SmBudget(132, 127), SmBudget(3, 2), SmBudget(1)):
+        with launches() as log:
+            chosen, _ = topk(logits, rule, budget=budget)
+            topk_backward(torch.ones(33, 3), logits, chosen, rule, budget=budget)
+            routed = route_rows(ids, 5, budget=budget)
+            out = expert_mlp(inputs, leaves, routed, weight, gate, run=Run(budget=budget))
+            out.sum().backward()
+        assert max(launch.grid[0] for launch in log) == budget.compute
+        assert len({launch.kernel for launch in log}) == 13

@@ -17,7 +17,7 @@ from tessera_rt.kernels.gate_backward import gate_backward
 from tessera_rt.kernels.gather_sum import router_weight_gradient
 from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
-from tessera_rt.kernels.routing import ExpertRows, expert_rows
+from tessera_rt.kernels.routing import ExpertRows, TileTable, expert_rows
 from tessera_rt.kernels.rows_gemm import rows_gemm
 from tessera_rt.kernels.wgrad import bias_gradient, wgrad
 from tessera_rt.testing.interpreter import launches, program_order
@@ -393,3 +393,33 @@ def test_wrong_destinations_are_named() -> None:
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 32)[:, :, ::2], accumulate=True)
     with pytest.raises(SpecError, match="to gather by"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, gather_x=True)
+
+
+def test_rows_of_outputs_beyond_2_31_elements() -> None:
+    """The last rows of buffers with more than 2^31 elements (case 55), by a tile table that holds their tile only."""
+    rows_count, n, k = 1_050_000, 1040, 16  # pre [rows, 2 n]: 2.18e9 elements, of which few pages are touched
+    last = rows_count - 5
+    offsets = torch.tensor([0, rows_count], dtype=torch.int32)
+    block_m = 32
+    entry = torch.tensor([(rows_count - 1) // block_m], dtype=torch.int32)
+    rows = ExpertRows(rows_count, offsets, (TileTable(block_m, entry, torch.ones(1, dtype=torch.int32)),))
+    config = Config(block_m=block_m, block_n=256, block_k=32, warps=4, stages=2)
+    x = torch.zeros(rows_count, k, dtype=torch.bfloat16)
+    x[last:] = _draw(5, k, dtype=torch.bfloat16)
+    gate = Gate()
+    for weight in (
+        _draw(1, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.25),
+        _draw(1, 2 * n, k + 1, dtype=torch.bfloat16, seed=1, scale=0.25)[:, :, :k],
+    ):
+        out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, zero_tail=False, run=Run(config=config))
+        assert pre is not None and pre.numel() > 1 << 31
+        want = x[last:].double() @ weight[0].double().mT
+        assert_near("pre", pre[last:], want)
+        assert_near("out", out[last:], reference.activate(want, gate))
+    down = _draw(1, n, k, dtype=torch.bfloat16, seed=2, scale=0.25)
+    d_pre, act, _ = gate_backward(x, down, pre, rows, gate=gate, zero_tail=False, run=Run(config=config))
+    want_d_pre, want_act, _ = reference.gate_backward(
+        x[last:].double(), down.double(), pre[last:].double(), offsets_of([5]), gate=gate
+    )
+    assert_near("d pre", d_pre[last:], want_d_pre)
+    assert_near("activation", act[last:], want_act)

@@ -35,12 +35,20 @@ from tessera_rt.testing.worker_pool import WorkerPool
 from tessera_rt.train import make_plan
 
 
-def tiny_config(folder: Path, *, layers: str = "gS", mesh: Mapping[str, int], microbatches: int = 2) -> TrainConfig:
+def tiny_config(
+    folder: Path,
+    *,
+    layers: str = "gS",
+    mesh: Mapping[str, int],
+    microbatches: int = 2,
+    plan: Mapping[str, str] | None = None,
+) -> TrainConfig:
     text = folder / "data.txt"
     text.write_bytes(bytes(range(256)) * 40)
     data = {
         "model": parse_yaml(model_to_yaml(tiny_hybrid(layers, vocab=256)), "model"),
         "mesh": dict(mesh),
+        "plan": dict(plan or {}),
         "data": {"files": str(text), "sequence": 16, "microbatches": microbatches, "held_out": 0.1},
         "run": {"timeout_s": 60.0, "steps": 3, "folder": str(folder / "run")},
     }
@@ -91,6 +99,24 @@ def test_the_measured_plan_has_equal_layers(tmp_path: Path, policy: Recompute) -
     plan = profile_plan(config, policy)
     assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 3), (3, 6)]
     assert plan.microbatches == 4 and plan.workload.recompute is policy
+
+
+@pytest.mark.parametrize(
+    ("section", "vpp", "plain"),
+    [
+        ({"template": "megatron-1f1b"}, 2, "interleaved-1f1b"),  # wants multiples of pp
+        ({"template": "interleaved-1f1b", "pad": "shadow"}, 2, "interleaved-1f1b"),
+        ({"template": "dualpipe-v"}, 2, "interleaved-1f1b"),  # wants 2 pp micro-batches
+        ({"template": "zb-h1"}, 1, "1f1b"),
+        ({}, 1, "1f1b"),
+    ],
+)
+def test_what_is_measured_has_the_plain_order(tmp_path: Path, section: dict[str, str], vpp: int, plain: str) -> None:
+    config = tiny_config(tmp_path, layers="gSdg", mesh={"pp": 3, "vpp": vpp}, microbatches=9, plan=section)
+    plan = profile_plan(config)
+    assert (plan.template, plan.microbatches) == (plain, 4)
+    names = {task.name for pass_ in (Pass.F, Pass.B) for task in chunk_tasks(config.model.items, pass_).tasks}
+    assert {name for entry in plan.interleavings.values() for name in entry.order} == names
 
 
 def check_table(config: TrainConfig, table: CostTable, ranks: int, steps: int, microbatches: int) -> None:

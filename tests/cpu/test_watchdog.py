@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tessera_rt.engine.watchdog import PROGRESS_DIR, FailureReporter, ProgressNotes, WaitError, short_cause, wait
+from tessera_rt.engine.watchdog import PROGRESS_DIR, FailureReporter, ProgressNotes
 from tessera_rt.errors import Problem, ScheduleError, SpecError, TransportError
 from tessera_rt.testing.worker_pool import RankContext, WorkerPool
+from tessera_rt.waits import WaitError, short_cause, wait
 
 
 def reporters(world: int, *, grace_s: float = 0.05, folder: Path | None = None) -> list[FailureReporter]:

@@ -60,6 +60,9 @@ def test_derived_figures() -> None:
     workload = found.workload(Recompute.FULL)
     assert (workload.tokens, workload.context, workload.dp, workload.ep) == (320, 64, 3, 2)
     assert (workload.dtype, workload.recompute, workload.optimizer) == ("fp64", Recompute.FULL, "adamw")
+    assert not workload.momentum
+    sgd = config(optimizer={"kind": "sgd", "momentum": 0.9}).workload()
+    assert sgd.optimizer == "sgd" and sgd.momentum
 
 
 def test_all_faults_at_once_with_the_nearest_name() -> None:

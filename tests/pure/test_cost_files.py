@@ -47,6 +47,8 @@ def tables(draw: st.DrawFn) -> CostTable:
             ep=draw(st.integers(1, 9)),
             dtype=draw(st.sampled_from(["bf16", "fp16", "fp32", "fp64"])),
             recompute=draw(st.sampled_from(Recompute)),
+            optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+            momentum=draw(st.booleans()),
             shard_optimizer=draw(st.booleans()),
             combine=draw(st.sampled_from(["rows", "reduced"])),
         ),

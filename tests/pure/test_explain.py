@@ -44,6 +44,8 @@ def test_the_text_names_what_matters() -> None:
         "EMBED",
         "HEAD",
         f"({plan.solver.bottleneck}) takes T_dom",
+        "no partition has less than",
+        "with contention 0; T_dom and the makespans of pairs are without contention",
         "objective step",
         "serial-balanced",
         "can be simulated, not run yet: mtp",

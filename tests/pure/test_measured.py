@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera_rt.cost_sources.measured import measured_costs, robust_cost
+from tessera_rt.cost_sources.measured import MEMORY_NOTE, measured_costs, robust_cost
 from tessera_rt.cost_sources.sizes import item_memory, task_flops
 from tessera_rt.costs import CostTable, Link, Recompute, TaskCost, Workload
 from tessera_rt.errors import CostError, SpecError
@@ -105,6 +105,6 @@ def test_all_problems_at_once() -> None:
 
 def test_single_samples_are_flagged_in_the_notes() -> None:
     samples = samples_of(MODEL)
-    assert measure(samples).provenance.notes == ()
+    assert measure(samples).provenance.notes == (MEMORY_NOTE,)
     samples["F_EMBED"] = [5.0]
-    assert measure(samples).provenance.notes == ("only one sample, spread unknown: F_EMBED",)
+    assert measure(samples).provenance.notes == (MEMORY_NOTE, "only one sample, spread unknown: F_EMBED")

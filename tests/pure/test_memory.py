@@ -130,6 +130,16 @@ def test_a_tied_weight_is_counted_once_on_one_rank_but_each_use_has_its_gradient
     assert (both.weights, both.optimizer) == (200, 600)
 
 
+def test_a_tied_weight_has_one_shard_of_reduced_gradients_on_a_rank() -> None:
+    model = dense_model(2, tied=True)
+    table = ItemMemory(gradients=4 * 12 + 4 * 12 // 3)  # 12 weights, and the shard of one of 3 ranks
+    costs = item_costs(model, {}, {"EMBED": table, "HEAD": table})
+    costs = replace(costs, workload=replace(costs.workload, dp=3))
+    memory = MemoryModel(model, costs, template(1, 1, 2))
+    assert memory.of((0, 4))[0].gradients == 2 * 4 * 12 + 4 * 12 // 3
+    assert memory.table_bytes == 4 * 12 // 3
+
+
 def test_an_mtp_block_shares_the_embedding_of_its_rank() -> None:
     """Case 9, memory part: the copy is counted once per rank."""
     model = dense_model(2, mtp=1)

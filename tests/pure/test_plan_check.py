@@ -22,6 +22,7 @@ MODEL = simple_model("dmsm")  # EMBED L0 L1 L2 L3 HEAD
 # Stages: EMBED | L0 | L1 L2 | L3 HEAD
 PLAN = simple_plan(MODEL, pp=2, vpp=2, cuts=(0, 1, 2, 4, 6), microbatches=4, joint=True)
 SPLIT = simple_plan(MODEL, pp=2, microbatches=4, split_w=True)  # stages: EMBED L0 L1 | L2 L3 HEAD
+ONE_STAGE = simple_plan(MODEL, pp=1, microbatches=3)
 Change = Callable[[Plan], Plan]
 
 
@@ -114,6 +115,12 @@ FAULTS: dict[str, tuple[Plan, Change, str, str]] = {
         "solver.bound_ns",
         "at most t_dom_ns",
     ),
+    "unknown status": (
+        PLAN,
+        lambda p: replace(p, solver=replace(p.solver, status="best")),
+        "solver.status",
+        "one of optimal, optimal-in-window, incumbent, heuristic",
+    ),
     "unknown bottleneck": (
         PLAN,
         lambda p: replace(p, solver=replace(p.solver, bottleneck="7F")),
@@ -184,6 +191,18 @@ FAULTS: dict[str, tuple[Plan, Change, str, str]] = {
         with_list(0, lambda a: (*without(a, "0W1"), *actions("0W1"))),
         "actions[0]",
         "after W of micro-batch 1, whose I came first",
+    ),
+    "W within B before an older W": (
+        ONE_STAGE,
+        with_list(0, lambda _: actions("0F0 0F1 0I0 0B1 0W0 0F2 0B2")),
+        "actions[0]",
+        "W of micro-batch 1 (in its B)': must be after W of micro-batch 0, whose I came first",
+    ),
+    "W within a joint B before an older W": (
+        ONE_STAGE,
+        with_list(0, lambda _: actions("0F0 0F1 0I0 (0F2;0B1)OVERLAP_F_B 0W0 0B2")),
+        "actions[0]",
+        "W of micro-batch 1 (in its B)': must be after W of micro-batch 0, whose I came first",
     ),
     "on another rank": (
         PLAN,

@@ -68,7 +68,12 @@ def test_round_trip(data: st.DataObject) -> None:
         target_slots=tuple(data.draw(st.lists(text, max_size=3))),
         simulate_only=tuple(data.draw(st.lists(text, max_size=3))),
         memory=tuple(replace(m, weights=data.draw(number), limit=data.draw(number)) for m in plan.memory),
-        workload=replace(plan.workload, recompute=recompute, dtype=data.draw(st.sampled_from(["bf16", "fp64"]))),
+        workload=replace(
+            plan.workload,
+            recompute=recompute,
+            dtype=data.draw(st.sampled_from(["bf16", "fp64"])),
+            momentum=data.draw(st.booleans()),
+        ),
         assumptions=replace(
             plan.assumptions,
             device=data.draw(text),

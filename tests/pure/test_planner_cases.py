@@ -23,6 +23,7 @@ from tessera_rt.planner.partition_milp import MilpAnswer, scipy_solver
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
 
 OBJECTIVES = ("step", "t_dom", "serial")
+LONG = 1000.0  # seconds that no solver needs here, on however busy a machine
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -242,11 +243,16 @@ def test_case_13_no_time_for_the_solver_gives_the_chain_partition() -> None:
 
 
 def test_case_13_a_short_time_limit_states_the_gap() -> None:
+    """However far the search comes in its second."""
     model, costs = random_cost_model()
     plan = build_plan(model, Mesh(pp=32, vpp=2), costs, microbatches=64, objective="t_dom", time_limit_s=1.0)
     assert_all_placed(plan, model)
-    assert plan.solver.status in ("optimal", "incumbent", "heuristic")
-    assert 0 < plan.solver.bound_ns <= plan.solver.t_dom_ns
+    check_plan(plan, model)
+    solver = plan.solver
+    assert 0 < solver.bound_ns <= solver.t_dom_ns
+    assert solver.gap == 1 - solver.bound_ns / solver.t_dom_ns >= 0
+    assert (solver.status == "optimal") == (solver.gap == 0)
+    assert (solver.method == "milp") == (solver.status in ("optimal-in-window", "incumbent")) or solver.gap == 0
     none = build_plan(model, Mesh(pp=32, vpp=2), costs, microbatches=64, objective="t_dom", time_limit_s=0.0)
     assert plan.solver.t_dom_ns <= none.solver.t_dom_ns
 
@@ -261,7 +267,9 @@ def test_case_13_an_incumbent_is_used_with_its_gap() -> None:
         assert found.bound is not None
         return replace(found, status="limit", bound=0.9 * found.bound)
 
-    plan = build_plan(model, Mesh(pp=2, vpp=2), costs, microbatches=4, objective="t_dom", solver=stopped)
+    plan = build_plan(
+        model, Mesh(pp=2, vpp=2), costs, microbatches=4, objective="t_dom", time_limit_s=LONG, solver=stopped
+    )
     assert plan.solver.method == "milp" and plan.solver.status == "incumbent"
     assert plan.solver.bound_ns <= plan.solver.t_dom_ns
 

@@ -15,11 +15,9 @@ from tessera_rt.cost_sources.sizes import (
     item_memory,
     item_parameters,
     model_parameters,
-    task_bytes,
     task_flops,
-    tied_saving,
 )
-from tessera_rt.cost_sources.work import attended_sum
+from tessera_rt.cost_sources.work import attended_sum, task_work
 from tessera_rt.costs import ItemMemory, Recompute, Workload
 from tessera_rt.errors import SpecError
 from tessera_rt.files.model_files import load_model
@@ -293,20 +291,38 @@ def test_optimizer_state_is_sharded_over_the_ranks_that_reduce_the_same_gradient
     assert item_memory(model, item, whole).optimizer == 12 * (dense + experts // 2)
     assert item_memory(model, item, replace(whole, optimizer="sgd")).optimizer == 4 * (dense + experts // 2)
     double, weights = item_memory(model, item, replace(whole, dtype="fp64")), dense + experts // 2
-    assert (double.weights, double.gradients, double.optimizer) == (8 * weights, 8 * weights, 24 * weights)
+    assert (double.weights, double.gradients, double.optimizer) == (8 * weights, 8 * weights, 16 * weights)
 
 
-def test_tied_copies_on_one_rank_share_weight_and_optimizer_but_not_gradients() -> None:
-    saving = ItemMemory(weights=2 * 64, optimizer=12 * 64)
-    assert tied_saving(dense_model(2, tied=True), TWO_TOKENS) == saving
-    assert tied_saving(dense_model(2), TWO_TOKENS) == ItemMemory()
-    model = dense_model(2, mtp=1, tied=True)
-    assert tied_saving(model, TWO_TOKENS, model.items[:2]) == ItemMemory()
-    assert tied_saving(model, TWO_TOKENS, model.items[3:]) == saving  # MTP block and head
-    assert tied_saving(model, TWO_TOKENS, model.items).weights == 2 * saving.weights
-    untied = replace(model, tied=False)
-    assert tied_saving(untied, TWO_TOKENS, untied.items) == saving  # MTP block and embedding
-    assert tied_saving(untied, TWO_TOKENS, []) == ItemMemory()
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "momentum", "bytes_per_weight"),
+    [
+        ("bf16", "adamw", False, 12),
+        ("fp16", "sgd", False, 4),
+        ("fp16", "sgd", True, 8),
+        ("fp32", "adamw", False, 8),
+        ("fp32", "sgd", False, 0),
+        ("fp32", "sgd", True, 4),
+        ("fp64", "sgd", True, 8),
+    ],
+)
+def test_weights_in_the_main_precision_have_no_master(
+    dtype: str, optimizer: str, momentum: bool, bytes_per_weight: int
+) -> None:
+    model = dense_model(1)
+    workload = replace(TWO_TOKENS, dtype=dtype, optimizer=optimizer, momentum=momentum)
+    assert item_memory(model, model.items[1], workload).optimizer == bytes_per_weight * 168
+
+
+def test_reduced_gradients_add_a_shard_where_several_ranks_reduce_them() -> None:
+    model = moe_model(1)
+    item, experts = model.items[1], 4 * 96
+    dense = item_parameters(model, item) - experts
+    workload = Workload(tokens=2, context=2, dp=3, ep=2)
+    whole = 4 * (dense + experts // 2)
+    assert item_memory(model, item, workload).gradients == whole + 4 * (-(-dense // 6) + experts // 2 // 3)
+    assert item_memory(model, item, replace(workload, dp=1)).gradients == whole + 4 * -(-dense // 2)
+    assert item_memory(model, item, replace(workload, shard_optimizer=False)).gradients == whole
 
 
 def test_every_problem_of_a_workload_is_reported_at_once() -> None:
@@ -319,6 +335,7 @@ def test_every_problem_of_a_workload_is_reported_at_once() -> None:
         tp=2,
         dtype="fp8",
         optimizer="lion",
+        momentum=True,
         combine="sum",
         recompute="some",  # type: ignore[arg-type]
     )
@@ -422,9 +439,9 @@ def model_of(item: Item) -> ModelSpec:
 @given(item=items, workload=workloads)
 def test_flops_cover_all_compute_tasks_and_follow_the_weights(item: Item, workload: Workload) -> None:
     model = model_of(item)
-    flops, bytes_ = task_flops(model, item, workload), task_bytes(model, item, workload)
+    flops, work = task_flops(model, item, workload), task_work(model, item, workload)
     graph = (*chunk_tasks([item], Pass.F).tasks, *chunk_tasks([item], Pass.B).tasks)
-    assert [*flops] == [*bytes_] == [task.name for task in graph if task.resource is Resource.COMP]
+    assert [*flops] == [*work] == [task.name for task in graph if task.resource is Resource.COMP]
     for name, count in flops.items():
         pass_, kind, _ = parse_task_name(name)
         if pass_ is Pass.W:
@@ -433,7 +450,7 @@ def test_flops_cover_all_compute_tasks_and_follow_the_weights(item: Item, worklo
             per_expert = sum(linear.n_in * linear.n_out for linear in split)
             rows = workload.tokens * (item.layer.feed_forward.top_k if kind is TaskKind.MLP else 1)  # type: ignore[union-attr]
             assert count == 2 * rows * per_expert
-        assert bytes_[name] > 0
+        assert sum(piece.bytes for piece in work[name]) > 0
 
 
 @given(item=items, workload=workloads)
