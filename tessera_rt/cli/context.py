@@ -104,6 +104,22 @@ def make_plan(request: PlanRequest) -> Planned:
     return Planned(model=model, plan=plan, costs=costs, device=device)
 
 
+def model_costs(request: PlanRequest) -> tuple[ModelSpec, CostTable, DeviceSpec | None]:
+    """The model and costs of a request without a plan, and the device of computed costs; ``auto`` recomputes nothing.
+
+    Raises as ``make_plan`` does for what cannot be asked.
+    """
+    model = load_model(request.spec)
+    if request.costs is not None:
+        return model, _given_costs(request, model), None
+    if request.recompute not in ("auto", *Recompute):
+        allowed = f"one of {', '.join((*Recompute, 'auto'))}"
+        raise RequestError.of("request", [Problem("recompute", request.recompute, allowed)])
+    device = load_device(request.device or DEFAULT_DEVICE)
+    policy = Recompute.NONE if request.recompute == "auto" else Recompute(request.recompute)
+    return model, _computed_costs(request, model, device)(policy), device
+
+
 def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) -> Callable[[Recompute], CostTable]:
     tokens = DEFAULT_TOKENS if request.tokens is None else request.tokens
     workload = Workload(

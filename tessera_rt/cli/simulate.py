@@ -32,6 +32,7 @@ from tessera_rt.cli.plan import (
     Vpp,
     Window,
 )
+from tessera_rt.cli.schedules import schedule_rows, schedule_table
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import ModelSpec
@@ -52,6 +53,8 @@ Examples:
   tessera simulate plan.yaml --no-overlap --picture serial.png
 
   tessera simulate mixtral-8x7b --pp 4 --ep 8 --microbatches 16 --trace step.json
+
+  tessera simulate mixtral-8x7b --pp 4 --vpp 2 --ep 8 --microbatches 16 --schedules all
 
 The trace opens in https://ui.perfetto.dev.
 """
@@ -87,10 +90,15 @@ def simulate(
     ] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw to this file (.png or .svg).")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json).")] = None,
+    schedules: Annotated[
+        str | None, typer.Option("--schedules", help="all: every schedule instead of a plan, for a model.")
+    ] = None,
     json: Json = False,
 ) -> None:
     picture = output_path("--picture", picture, (".png", ".svg"))
     trace = output_path("--trace", trace, (".json",))
+    if schedules is not None:
+        _check_schedules(schedules, source, template=template, overlap=overlap, picture=picture, trace=trace)
     if cli_context.is_plan(source):
         plan, spec, table = _opened(source, model, costs, device)
     else:
@@ -117,6 +125,9 @@ def simulate(
         )
         if model is not None:
             raise RequestError.of("simulate", [Problem("--model", model, "left out: the first argument is a model")])
+        if schedules is not None:
+            _print_schedules(request, contention, json=json)
+            return
         made = cli_context.make_plan(request)
         plan, spec, table = made.plan, made.model, made.costs
     label = plan.template if overlap else f"{plan.template}, no overlap"
@@ -138,6 +149,33 @@ def simulate(
         )
         return
     _print(timeline, [path for path in (picture, trace) if path is not None])
+
+
+def _check_schedules(
+    schedules: str, source: str, *, template: str | None, overlap: bool, picture: Path | None, trace: Path | None
+) -> None:
+    problems = []
+    if schedules != "all":
+        problems.append(Problem("--schedules", schedules, "all"))
+    if cli_context.is_plan(source):
+        problems.append(Problem("SPEC", source, "a model: a plan has one schedule"))
+    given = {"--template": template, "--no-overlap": not overlap or None, "--picture": picture, "--trace": trace}
+    problems += [
+        Problem(name, value, "left out with --schedules") for name, value in given.items() if value is not None
+    ]
+    if problems:
+        raise RequestError.of("simulate", problems)
+
+
+def _print_schedules(request: cli_context.PlanRequest, contention: float | None, *, json: bool) -> None:
+    rows, refused = schedule_rows(request, contention)
+    if json:
+        emit({"model": request.spec, "rows": rows, "refused": refused})
+        return
+    out = console()
+    out.print(schedule_table(rows))
+    for row in refused:
+        out.print(f"left out: {row['schedule']}: {row['reason']}")
 
 
 def _opened(

@@ -78,7 +78,7 @@ def test_two_rounds_of_ones_scale_once(pool: WorkerPool, layers: str) -> None:
     spec = tiny_hybrid(layers)
     ones = torch.ones(1, 3, dtype=torch.int64)
     pairs = [(ones, ones)] * 16
-    assert_equal_to_one_process(pool, spec, make_plan(spec, Mesh(pp=2), 8), pairs, pairs, rounds=2)
+    assert_equal_to_one_process(pool, spec, make_plan(spec, Mesh(pp=2), 8), [*pairs], pairs, rounds=2)
 
 
 @pytest.mark.parametrize(("pp", "vpp", "m"), [(4, 2, 10), (2, 3, 7), (3, 2, 1)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessera_rt.costs import Workload
+from tessera_rt.engine.batch import Batch
 from tessera_rt.engine.engine import Engine, StepResult
 from tessera_rt.engine.optim import OptimizerConfig
 from tessera_rt.model_spec import ModelSpec
@@ -40,11 +42,12 @@ def batch_of(spec: ModelSpec, part: int, microbatches: int) -> list[tuple[Tensor
 def steps_with_dropout(ctx: RankContext, spec: ModelSpec, plan: Plan, steps: int, rounds: int, seed: int) -> list[Step]:
     """Steps that leave the parameters as they are, with the random keys that the driver was given."""
     _, dp_i, ep_i = plan.mesh.coordinate(ctx.rank)
-    batch = batch_of(spec, dp_i * plan.mesh.ep + ep_i, rounds * plan.microbatches)
+    batch: Batch = [*batch_of(spec, dp_i * plan.mesh.ep + ep_i, rounds * plan.microbatches)]
     found: list[Step] = []
     model = HybridModel(spec, seed=MODEL_SEED, dropout=DROPOUT)
     with Engine(model, plan, optimizer=FROZEN, seed=seed, timeout_s=60) as engine:
-        train, keys = engine._driver.train, []
+        train = engine._driver.train
+        keys: list[int] = []
 
         def watch(given: Sequence[Mapping[str, Any]]) -> None:
             keys.extend(values["random_key"] for values in given)
@@ -56,6 +59,10 @@ def steps_with_dropout(ctx: RankContext, spec: ModelSpec, plan: Plan, steps: int
             result = engine.step(batch, rounds=rounds)
             found.append((result, list(keys), engine.gradients.named_gradients()))
     return found
+
+
+def key_of(keys: Sequence[Sequence[int]], microbatch: int, part: int) -> int:
+    return keys[part][microbatch]
 
 
 def test_masks_differ_by_step_data_rank_and_micro_batch_and_are_alike_along_the_pipeline(pool: WorkerPool) -> None:
@@ -90,7 +97,7 @@ def test_steps_with_dropout_equal_one_process(pool: WorkerPool) -> None:
         want = reference_step(
             [chunk],
             [[of_part[i] for of_part in batches] for i in range(3)],
-            random_key=lambda i, part, keys=keys: keys[part][i],
+            random_key=partial(key_of, keys),
         )
         got: dict[str, Tensor] = {}
         for of_rank in results:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tessera_rt.costs import Workload
+from tessera_rt.engine.batch import Batch
 from tessera_rt.engine.engine import Engine
 from tessera_rt.engine.events import Event, EventKind, TaskRef, comm_tasks, overlapped_collectives
 from tessera_rt.errors import TransportError
@@ -35,8 +36,8 @@ def make_plan(
     return plan_with(cuts, spec, mesh, costs, microbatches=microbatches)
 
 
-def own_batch(ctx: RankContext, spec: ModelSpec, plan: Plan) -> list[tuple[Tensor, Tensor]]:
-    return token_batch(spec, SHAPES[: plan.microbatches], seed=ctx.rank % plan.mesh.ep)
+def own_batch(ctx: RankContext, spec: ModelSpec, plan: Plan) -> Batch:
+    return [*token_batch(spec, SHAPES[: plan.microbatches], seed=ctx.rank % plan.mesh.ep)]
 
 
 def logged(ctx: RankContext, spec: ModelSpec, plan: Plan, overlap: bool) -> tuple[Event, ...]:

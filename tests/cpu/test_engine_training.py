@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tessera_rt.costs import Workload
+from tessera_rt.engine.batch import Batch as EngineBatch
+from tessera_rt.engine.batch import Pair
 from tessera_rt.engine.engine import Engine, StepResult
 from tessera_rt.engine.optim import OptimizerConfig
 from tessera_rt.errors import SpecError
@@ -46,7 +48,7 @@ def trained(
     """``batches[step][part]``. Results of all steps and this rank's parameters afterwards."""
     _, dp_i, ep_i = plan.mesh.coordinate(ctx.rank)
     with Engine(HybridModel(spec, seed=1), plan, optimizer=config, timeout_s=60) as engine:
-        results = [engine.step(of_step[dp_i * plan.mesh.ep + ep_i], rounds=rounds) for of_step in batches]
+        results = [engine.step([*of_step[dp_i * plan.mesh.ep + ep_i]], rounds=rounds) for of_step in batches]
         return results, engine.named_parameters()
 
 
@@ -80,7 +82,7 @@ def one_process(
             else:
                 info.parameter.grad = torch.stack([result.gradients[n] for n in names_of(info.name, info.experts)])
         parameters = [info.parameter for info in infos]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
         norms.append(norm)
         if 0 < config.clip < norm:  # exactly: torch's own clipping adds 1e-6 to the norm
             nn.utils.clip_grads_with_norm_(parameters, config.clip, torch.tensor(norm - 1e-6, dtype=torch.float64))
@@ -211,7 +213,7 @@ def mixed(
     steps = iter(batches)
     with Engine(HybridModel(spec, seed=1, dropout=0.2), plan, optimizer=OPTIMIZERS[0], timeout_s=60) as engine:
         state = torch.random.get_rng_state()
-        losses = [engine.evaluate(batches[0]) if what == "e" else engine.step(next(steps)).loss for what in order]
+        losses = [engine.evaluate([*batches[0]]) if what == "e" else engine.step([*next(steps)]).loss for what in order]
         assert torch.equal(state, torch.random.get_rng_state()), "the global generator was used"
         return losses, engine.named_parameters()
 
@@ -255,9 +257,10 @@ def test_evaluation_in_any_order(pool: WorkerPool) -> None:
 
 def bad_batches(ctx: RankContext, spec: ModelSpec, plan: Plan) -> list[str]:
     texts = []
-    good = token_batch(spec, [(1, 4)] * 3, seed=0)
+    good: list[Pair] = [*token_batch(spec, [(1, 4)] * 3, seed=0)]
+    wrong: list[tuple[EngineBatch, int]] = [(good[:2], 1), (good, 2), (good, 0), (good[0], 1)]
     with Engine(HybridModel(spec), plan, timeout_s=60) as engine:
-        for batch, rounds in ((good[:2], 1), (good, 2), (good, 0), ((good[0][0], good[0][1]), 1)):
+        for batch, rounds in wrong:
             with pytest.raises(SpecError) as caught:
                 engine.step(batch, rounds=rounds)
             texts.append(str(caught.value))

