@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.errors import PlanError, Problem
@@ -26,6 +27,10 @@ from tessera_rt.scheduler.validate import validate_template
 
 OBJECTIVES = ("step", "t_dom", "serial", "memory")
 PARTITIONERS = ("milp", "chain-dp")
+MOST_MICROBATCHES = 65_536
+MOST_PASSES = 2**22
+"""Micro-batches times stages: a plan lists each of these twice."""
+_MOST_RANKS = MappingProxyType({"pp": 4096, "vpp": 4096, "dp": 2**20, "ep": 2**20, "tp": 2**20})
 
 Costs = CostTable | Callable[[Recompute], CostTable]
 """A cost table, or a function that makes one for a recomputation policy."""
@@ -164,6 +169,21 @@ def _tables(costs: Costs, recompute: str) -> list[Callable[[], CostTable]]:
     return [lambda policy=policy: costs(policy) for policy in policies]  # type: ignore[misc]
 
 
+def size_problems(mesh: Mesh, microbatches: int) -> list[Problem]:
+    """Sizes that no plan can have: below 1, or so large that its lists would fill the memory."""
+    sizes = {f"mesh.{name}": (getattr(mesh, name), most) for name, most in _MOST_RANKS.items()}
+    sizes["microbatches"] = (microbatches, MOST_MICROBATCHES)
+    problems = [
+        Problem(field, value, f"an integer from 1 to {most}")
+        for field, (value, most) in sizes.items()
+        if not isinstance(value, int) or not 1 <= value <= most
+    ]
+    if not problems and microbatches * mesh.stages > MOST_PASSES:
+        allowed = f"at most {MOST_PASSES // mesh.stages} with pp x vpp = {mesh.stages} stages"
+        problems.append(Problem("microbatches", microbatches, allowed))
+    return problems
+
+
 def _check_request(
     mesh: Mesh,
     *,
@@ -175,13 +195,7 @@ def _check_request(
     window: int | None,
     time_limit_s: float,
 ) -> None:
-    problems = [
-        Problem(f"mesh.{name}", getattr(mesh, name), "an integer of at least 1")
-        for name in ("pp", "vpp", "dp", "ep", "tp")
-        if not isinstance(getattr(mesh, name), int) or getattr(mesh, name) < 1
-    ]
-    if not isinstance(microbatches, int) or microbatches < 1:
-        problems.append(Problem("microbatches", microbatches, "an integer of at least 1"))
+    problems = size_problems(mesh, microbatches)
     if memory_limit is not None and memory_limit < 1:
         problems.append(Problem("memory_limit", memory_limit, "a number of bytes of at least 1, or None"))
     choices = (

@@ -34,6 +34,10 @@ _Section = TypeVar("_Section", bound=StrictModel)
 
 BYTE_VOCAB = 256
 """Vocabulary of data that is read as bytes."""
+MOST_MICROBATCHES = 65536
+"""Of one step on one rank: a plan lists every one of them."""
+LONGEST_WAIT_S = 86400.0
+"""A day: far longer than any wait of a run that goes well, and what every clock below can hold."""
 
 
 def _texts(value: object) -> object:
@@ -74,7 +78,7 @@ class DataSection(StrictModel):
     vocab: Positive | None = None
     sequence: Positive = 128
     microbatch_size: Positive = 1
-    microbatches: Positive = 1
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 1
     held_out: Fraction = 0.02
     held_out_files: Texts = ()
 
@@ -149,7 +153,7 @@ class RunSection(StrictModel):
     save_every: Count = 0
     resume: str = "never"
     folder: str = ""
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)] = 300.0
 
 
 class _File(StrictModel):

@@ -31,6 +31,7 @@ IGNORED = -100
 """Label of a position that counts for nothing: that of ``moe.steps``, which data does not import."""
 
 _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_SCANNED_IDS = 1 << 22  # of a piece, when all are looked through
 _ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 Ids = npt.NDArray[np.int64]
@@ -38,12 +39,13 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``count`` token ids of type ``dtype`` in a file, from byte ``offset`` on."""
+    """``count`` token ids of type ``dtype`` in a file, from byte ``offset`` on; ``first``: the number of the first."""
 
     path: Path
     dtype: np.dtype[np.generic]
     offset: int
     count: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,35 @@ class Tokens:
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 offset = part.offset + (low - begin) * part.dtype.itemsize
-                chosen.append(Part(part.path, part.dtype, offset, high - low))
+                chosen.append(Part(part.path, part.dtype, offset, high - low, part.first + low - begin))
         return Tokens(tuple(chosen), self.vocab)
+
+    def wrong_ids(self) -> list[Problem]:
+        """The first id of each file that is not in the vocabulary. Reads everything once, in pieces."""
+        return [problem for part in self.parts if (problem := self._wrong_in_part(part)) is not None]
+
+    def _wrong_in_part(self, part: Part) -> Problem | None:
+        if part.dtype.kind == "u" and 1 << 8 * part.dtype.itemsize <= self.vocab:
+            return None  # no id of this type is too large
+        ids = np.memmap(part.path, part.dtype, "r", part.offset, part.count)
+        for begin in range(0, part.count, _SCANNED_IDS):
+            piece = ids[begin : begin + _SCANNED_IDS]
+            if int(piece.min()) < 0 or int(piece.max()) >= self.vocab:
+                return self._wrong_id(part, begin, piece.astype(np.int64))
+        return None
+
+    def _wrong_id(self, part: Part, begin: int, ids: Ids) -> Problem | None:
+        """The first of ``ids``, which start at id ``begin`` of the part, that is not in the vocabulary."""
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab))
+        if not len(wrong):
+            return None
+        at = int(wrong[0])
+        return Problem(
+            f"{part.path}, token {part.first + begin + at}",
+            int(ids[at]),
+            f"a token id from 0 to {self.vocab - 1}",
+            "set data.vocab, data.dtype or the model's vocabulary",
+        )
 
     def _read_part(self, part: Part, begin: int, count: int) -> Ids:
         offset = part.offset + begin * part.dtype.itemsize
@@ -93,12 +122,9 @@ class Tokens:
         if len(ids) != count:
             allowed = "left as it was when the run started"
             raise SpecError.of("data", [Problem("file", str(part.path), allowed, "it has become shorter")])
-        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab))
-        if len(wrong):
-            at = int(wrong[0])
-            field = f"{part.path}, byte {offset + at * part.dtype.itemsize}"
-            remedy = "set data.vocab, data.dtype or the model's vocabulary"
-            raise SpecError.of("data", [Problem(field, int(ids[at]), f"a token id from 0 to {self.vocab - 1}", remedy)])
+        problem = self._wrong_id(part, begin, ids)
+        if problem is not None:
+            raise SpecError.of("data", [problem])
         return ids
 
 
@@ -158,6 +184,14 @@ class Data:
     train: Windows
     held_out: Windows | None
     seed: int
+
+    def check_ids(self) -> None:
+        """Raises SpecError that names the first id of each file that is not in the vocabulary. Reads everything."""
+        problems = self.train.tokens.wrong_ids()
+        if self.held_out is not None:
+            problems += self.held_out.tokens.wrong_ids()
+        if problems:
+            raise SpecError.of("data", problems)
 
     def batch(self, first: int, layout: Layout) -> tuple[Tensor, Tensor]:
         """Tokens and labels [microbatches * rows, s] int64 of the step that starts at global row ``first``."""
@@ -312,7 +346,7 @@ def _array_part(path: Path, section: DataSection, field: str, problems: list[Pro
 def _npy_part(path: Path, section: DataSection, field: str, problems: list[Problem]) -> Part | None:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as fault:
+    except (ValueError, EOFError) as fault:
         problems.append(Problem(field, str(path), f"an array file of numpy ({fault})"))
         return None
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.name not in _ID_TYPES:

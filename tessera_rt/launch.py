@@ -18,27 +18,39 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tessera_rt.engine.watchdog import PROGRESS_DIR, read_note, write_first_cause
-from tessera_rt.errors import Problem, SpecError, TesseraError, TransportError
+from tessera_rt.errors import (
+    CostError,
+    PartitionInfeasible,
+    PlanError,
+    Problem,
+    SpecError,
+    TesseraError,
+    TransportError,
+)
 from tessera_rt.waits import WaitError
 
 _Result = TypeVar("_Result")
 
+_DEFAULT = signal.SIG_DFL
 _START_TIMEOUT_S = 300.0  # importing torch in several processes at once on a loaded machine
 _GRACE_S = 10.0
 _TERMINATE_S = 3.0
 _POLL_S = 0.5
+_OF_INPUT = (SpecError, CostError, PlanError, PartitionInfeasible)  # errors that say what a user has to change
 
 
 class RankFailed(TransportError):
@@ -64,25 +76,27 @@ def run_local(
     log_dir: Path | None = None,
     grace_s: float = _GRACE_S,
     start_timeout_s: float = _START_TIMEOUT_S,
+    stopped_at: Callable[[], str] = lambda: "before it was done",
 ) -> list[_Result]:
     """Run ``entry(*args)`` in ``world`` new processes, each one rank of a gloo process group; its results by rank.
 
     ``entry`` and ``args`` are pickled (``entry`` by its name in an importable module). A rank has one intra-op thread.
     ``timeout_s``: of every wait in the process group. ``log_dir``: ranks but the first write their output to
-    ``rank<r>.log`` there. When a rank fails, the others get ``grace_s`` seconds to end by themselves; whatever still
-    runs then, or at an interrupt, is ended by its process id.
+    ``rank<r>.log`` there, the first one only the traceback of what it failed with. When a rank fails, the others get
+    ``grace_s`` seconds to end by themselves; whatever still runs then, or at an interrupt, is ended by its process id.
 
     Raises RankFailed (a TransportError) that names the rank which failed first, what it was doing and why; a SpecError,
-    PlanError or other error of ours that a rank found in its input is raised as it is.
+    PlanError or other error of ours that a rank found in its input is raised as it is. An interrupt (KeyboardInterrupt)
+    and SIGTERM (SystemExit with code 143) end the ranks too; one line on stderr then says what ``stopped_at`` tells.
     """
     if world < 1:
         raise SpecError.of("launch", [Problem("world", world, "at least 1 process")])
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tessera-ranks-") as folder:
-        launch = _Launch(Path(folder), world, timeout_s, grace_s)
+    with _stops_told(stopped_at), tempfile.TemporaryDirectory(prefix="tessera-ranks-") as folder:
+        launch = _Launch(Path(folder), world, timeout_s, grace_s, log_dir)
         try:
-            launch.start(entry, tuple(args), log_dir, start_timeout_s)
+            launch.start(entry, tuple(args), start_timeout_s)
             return launch.results()
         finally:
             launch.end()
@@ -152,14 +166,13 @@ class _Launch:
     world: int
     timeout_s: float
     grace_s: float
+    log_dir: Path | None
     ranks: list[_Rank] = field(default_factory=list)
     failed: list[_Rank] = field(default_factory=list)  # in the order in which it was noticed
     deadline: float | None = None
     store: dist.TCPStore | None = None
 
-    def start(
-        self, entry: Callable[..., Any], args: tuple[Any, ...], log_dir: Path | None, start_timeout_s: float
-    ) -> None:
+    def start(self, entry: Callable[..., Any], args: tuple[Any, ...], start_timeout_s: float) -> None:
         """Start all ranks and let them go once every one is ready, so that no time-out runs while others still load."""
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
@@ -171,8 +184,10 @@ class _Launch:
                 port=self.store.port,
                 timeout_s=self.timeout_s,
                 notes=str(self.folder),
-                log=str(log_dir / f"rank{number}.log") if log_dir and number else "",
+                log=str(self._log(number) or ""),
             )
+            if path := self._log(number):
+                path.unlink(missing_ok=True)  # of an earlier start of this run
             process = context.Process(target=_rank_main, args=(place, theirs, entry, args), daemon=True)
             self.ranks.append(_Rank(number, process, ours))
             process.start()
@@ -278,10 +293,13 @@ class _Launch:
                 return self._failure_of(rank, _how(rank.end), [*_start_hints(rank), *still])
         for rank in self.failed:
             if isinstance(rank.end, _Failed) and not rank.end.is_symptom:
-                if rank.end.error is not None:
+                if isinstance(rank.end.error, _OF_INPUT):
                     rank.end.error.add_note(f"found by rank {rank.number}")
                     return rank.end.error
-                return self._failure_of(rank, f"failed with {rank.end.type_name}: {rank.end.message}", still)
+                failure = self._failure_of(rank, f"failed with {rank.end.type_name}: {rank.end.message}", still)
+                if path := self._log(rank.number):
+                    failure.add_note(f"its traceback is in {path}")
+                return failure
         return self._unanswered(running, still)
 
     def _unanswered(self, running: Sequence[_Rank], still: Sequence[str]) -> RankFailed:
@@ -300,9 +318,45 @@ class _Launch:
     def _failure_of(self, rank: _Rank, cause: str, more: Sequence[str]) -> RankFailed:
         return RankFailed.on(rank.number, self._action(rank), cause, more)
 
+    def _log(self, number: int) -> Path | None:
+        return self.log_dir / f"rank{number}.log" if self.log_dir is not None else None
+
     def _in_action(self, rank: _Rank) -> str:
         action = self._action(rank)
         return f" in {action}" if action else ""
+
+
+@contextmanager
+def _stops_told(stopped_at: Callable[[], str]) -> Iterator[None]:
+    """SIGTERM ends the block as an interrupt does, and one line on stderr says that the run was stopped, and where."""
+    handled = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _DEFAULT
+    if handled:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _tell(f"interrupted {stopped_at()}")
+        raise
+    except _Terminated:
+        _tell(f"terminated {stopped_at()}")
+        raise
+    finally:
+        if handled:
+            signal.signal(signal.SIGTERM, _DEFAULT)
+
+
+class _Terminated(SystemExit):
+    """SIGTERM has come."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one must not cut short how the ranks are ended
+    raise _Terminated(128 + number)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _start_hints(rank: _Rank) -> list[str]:
@@ -345,7 +399,7 @@ def _rank_main(place: _Place, pipe: Connection, entry: Callable[..., Any], args:
     """A rank's process. Ends at once when the launcher does, however that ends."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is interrupted too, and ends its ranks
-    if place.log:
+    if place.log and place.rank:
         _write_output_to(place.log)
     faulthandler.enable()
     os.environ.update(_environment(place))
@@ -358,7 +412,7 @@ def _rank_main(place: _Place, pipe: Connection, entry: Callable[..., Any], args:
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=timeout)
         said: _Done | _Failed = _Done(pickle.dumps(entry(*args)))
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
+        _log_failure(place, error)
         said = _Failed(type(error).__name__, str(error), _sendable(error))
     pipe.send(said)
     sys.stdout.flush()
@@ -366,6 +420,15 @@ def _rank_main(place: _Place, pipe: Connection, entry: Callable[..., Any], args:
     if isinstance(said, _Failed):
         os._exit(1)  # taking the process group down can block on works that nobody will finish
     dist.destroy_process_group()
+
+
+def _log_failure(place: _Place, error: BaseException) -> None:
+    """The traceback, for the log. On the first rank's terminal only what is not ours and has no log to go to."""
+    text = "".join(traceback.format_exception(error))
+    if place.rank == 0 and place.log:
+        Path(place.log).write_text(text, encoding="utf-8")
+    elif place.log or not isinstance(error, TesseraError):
+        sys.stderr.write(text)
 
 
 def _sendable(error: BaseException) -> TesseraError | None:

@@ -28,6 +28,7 @@ from tessera_rt.plan import PLAN_VERSION, SOLVER_STATUSES, Action, ActionKind, I
 from tessera_rt.rendezvous import find_stuck, pass_events
 from tessera_rt.tasks import Pass, Resource, TaskGraph, chunk_tasks, parse_task_name
 
+_MOST_ITEMS = 65_536
 _PASS_OF = {ActionKind.F: Pass.F, ActionKind.B: Pass.B, ActionKind.I: Pass.B, ActionKind.W: Pass.W}
 
 
@@ -158,7 +159,7 @@ def _stage_list(plan: Plan) -> Iterator[Problem]:
             yield Problem(f"{field}.rank", stage.rank, f"a pipeline rank from 0 to {pp - 1}")
         yield from _at_least(0, f"{field}.", stage, ("slots",))
     held = Counter(stage.rank for stage in plan.stages)
-    for rank in range(pp):
+    for rank in range(min(pp, len(plan.stages) + 1)):  # one of these has none where pp is more than the stages
         if ranks_known and not held[rank]:
             yield Problem("stages", f"none on rank {rank}", "at least one stage on every pipeline rank")
     looped = all(stage.rank == position % pp for position, stage in enumerate(plan.stages)) if pp >= 1 else False
@@ -174,6 +175,9 @@ def _cover(plan: Plan, model: ModelSpec | None) -> Iterator[Problem]:
         value, allowed = f"{plan.fingerprint[:12]}... ({plan.model})", f"{model.fingerprint[:12]}... ({model.name})"
         yield Problem("fingerprint", value, allowed, "the plan was made for another model; plan this one")
     count = len(model.items) if model is not None else max((stage.stop for stage in plan.stages), default=0)
+    if count > _MOST_ITEMS:  # an edited number: nothing is counted up to it
+        yield Problem("stages", f"items up to {count}", f"at most {_MOST_ITEMS} items")
+        return
     if model is not None:
         labels = tuple(item.label for item in model.items)
     else:
@@ -268,6 +272,12 @@ def _actions(plan: Plan) -> Iterator[Problem]:
                     yield Problem(field, str(action), f"a micro-batch from 0 to {microbatches - 1}")
                 else:
                     places.setdefault((part.stage, part.kind), {}).setdefault(part.microbatch, []).append(position)
+    # An edited number is compared with what is listed before anything is counted up to it.
+    listed = max((sum(map(len, found.values())) for found in places.values()), default=0)
+    if microbatches > listed:
+        remedy = "the action lists have no more passes of one kind on one stage"
+        yield Problem("microbatches", microbatches, f"at most {listed}", remedy)
+        return
     for stage in range(count):
         found = {kind: places.get((stage, kind), {}) for kind in _PASS_OF}
         yield from _passes_of_stage(plan, stage, found)

@@ -111,6 +111,46 @@ def check_plan_fits(config: TrainConfig, plan: Plan) -> None:
         raise PlanError.of(f"plan for {plan.model}", problems)
 
 
+def run_info(config: TrainConfig, *, tokens: int, step: int = 0, rows: int = 0) -> CheckpointInfo:
+    """What a checkpoint of this run is of, after ``step`` steps; ``tokens``: of the training data."""
+    mesh = config.mesh
+    return CheckpointInfo(
+        model=config.model.name,
+        fingerprint=config.model.fingerprint,
+        step=step,
+        rows=rows,
+        dtype=config.run.dtype,
+        optimizer=config.optimizer.kind,
+        seed=config.run.seed,
+        sequence=config.data.sequence,
+        tokens=tokens,
+        mesh={"pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp, "ep": mesh.ep},
+        config=config_to_yaml(config),
+    )
+
+
+def resumed_checkpoint(config: TrainConfig, folder: Path, *, tokens: int) -> tuple[Path, CheckpointInfo] | None:
+    """The checkpoint with which the run in ``folder`` goes on, None for a new run. ``tokens``: of the training data.
+
+    Raises SpecError when there is none where ``run.resume`` says, and with everything in which it does not fit.
+    """
+    resume = config.run.resume
+    if resume == "never":
+        return None
+    path = checkpoint.find_checkpoint(folder if resume == "latest" else Path(resume))
+    if path is None:
+        if resume == "latest":
+            return None  # the first start of a run that is told to go on whenever it is started
+        allowed = "never, latest, or the folder of a checkpoint or of a run that has one"
+        raise SpecError.of("run", [Problem("run.resume", resume, allowed)])
+    found = checkpoint.read_info(path)
+    checkpoint.check_resumable(path, found, run_info(config, tokens=tokens))
+    if config.run.steps < found.step:
+        allowed = f"at least {found.step}, the steps that the checkpoint has done"
+        raise SpecError.of("run", [Problem("run.steps", config.run.steps, allowed)])
+    return path, found
+
+
 def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
     """Rate of step ``step`` (from 0) of ``steps``: linear warm-up, then a cosine to ``final_lr * lr``, or constant."""
     if step < section.warmup_steps:
@@ -156,9 +196,6 @@ class _Run:
 
     def train(self) -> TrainSummary:
         steps, first_step = self.config.run.steps, self.step
-        if steps < first_step:
-            allowed = f"at least {first_step}, the steps that the checkpoint has done"
-            raise SpecError.of("run", [Problem("run.steps", steps, allowed)])
         self._open_folder()
         console = Console() if self.first_rank else None
         digests = self._digests()
@@ -255,41 +292,18 @@ class _Run:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _info(self) -> CheckpointInfo:
-        config, mesh = self.config, self.plan.mesh
-        return CheckpointInfo(
-            model=config.model.name,
-            fingerprint=config.model.fingerprint,
-            step=self.step,
-            rows=self.rows,
-            dtype=config.run.dtype,
-            optimizer=config.optimizer.kind,
-            seed=config.run.seed,
-            sequence=config.data.sequence,
-            tokens=len(self.data.train.tokens),
-            mesh={"pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp, "ep": mesh.ep},
-            config=config_to_yaml(config),
-        )
-
     def _save(self, progress: RunProgress) -> None:
         self.engine.reporter.arrive(f"saving after step {self.step}")
-        path = checkpoint.save_checkpoint(self.folder / CHECKPOINTS, self.engine.state_dict(), self._info())
+        info = run_info(self.config, tokens=len(self.data.train.tokens), step=self.step, rows=self.rows)
+        path = checkpoint.save_checkpoint(self.folder / CHECKPOINTS, self.engine.state_dict(), info)
         self.saved = str(path)
         progress.note(f"saved {path}")
 
     def _resume(self) -> None:
-        resume = self.config.run.resume
-        if resume == "never":
+        resumed = resumed_checkpoint(self.config, self.folder, tokens=len(self.data.train.tokens))
+        if resumed is None:
             return
-        place = self.folder if resume == "latest" else Path(resume)
-        path = checkpoint.find_checkpoint(place)
-        if path is None:
-            if resume == "latest":
-                return  # the first start of a run that is told to go on whenever it is started
-            allowed = "never, latest, or the folder of a checkpoint or of a run that has one"
-            raise SpecError.of("run", [Problem("run.resume", resume, allowed)])
-        found = checkpoint.read_info(path)
-        checkpoint.check_resumable(path, found, self._info())
+        path, found = resumed
         self.engine.load_state_dict(checkpoint.load_checkpoint(path, self.engine.state_dict()))
         self.rows = found.rows
         self.saved = str(path)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from tessera_rt import __version__
 from tessera_rt.cli.info import DOCTOR_EXAMPLES, MODELS_EXAMPLES, doctor, models
-from tessera_rt.cli.output import EXIT_CODES, exit_code, report
+from tessera_rt.cli.output import EXIT_CODES, exit_code, report, report_system
 from tessera_rt.cli.plan import CHECK_EXAMPLES, PLAN_EXAMPLES, check, plan
 from tessera_rt.cli.run import PROFILE_EXAMPLES, TRAIN_EXAMPLES, profile, train
 from tessera_rt.cli.show import SHOW_EXAMPLES, show
@@ -29,6 +29,10 @@ class _Commands(TyperGroup):
         except TesseraError as error:
             report(error)
             raise typer.Exit(exit_code(error)) from None
+        except BrokenPipeError:  # whoever read our output has gone: typer ends the command quietly
+            raise
+        except OSError as fault:
+            raise typer.Exit(report_system(fault)) from None
 
 
 app = typer.Typer(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera_rt.cli.output import RequestError, existing_file
-from tessera_rt.config import load_config
+from tessera_rt.config import TrainConfig, load_config
 from tessera_rt.cost_sources.device import DeviceSpec, device_ids, load_device
 from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Recompute, Workload
@@ -21,7 +21,7 @@ from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.planner.build import Costs, build_plan
+from tessera_rt.planner.build import Costs, build_plan, size_problems
 
 PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
     "plan.yaml",
@@ -31,6 +31,7 @@ PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
     "timelines",
 )
 """Names in a run folder."""
+OVERLAP_OFF = "the run's configuration has plan.overlap: false, so the plan is simulated without overlap"
 DEFAULT_DEVICE, DEFAULT_TOKENS = "h800", 4096
 
 
@@ -110,6 +111,9 @@ def model_costs(request: PlanRequest) -> tuple[ModelSpec, CostTable, DeviceSpec 
     Raises as ``make_plan`` does for what cannot be asked.
     """
     model = load_model(request.spec)
+    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep)
+    if problems := size_problems(mesh, request.microbatches):
+        raise RequestError.of("request", problems)
     if request.costs is not None:
         return model, _given_costs(request, model), None
     if request.recompute not in ("auto", *Recompute):
@@ -174,13 +178,17 @@ def _given_costs(request: PlanRequest, model: ModelSpec) -> CostTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A plan from a file, with its model and costs where they could be found. ``missing``: what to say if not."""
+    """A plan from a file, with its model and costs where they could be found. ``missing``: what to say if not.
+
+    ``overlap``: as the configuration of its run says; on for a plan alone.
+    """
 
     plan: Plan
     path: Path
     model: ModelSpec | None
     costs: CostTable | None
     missing: str = ""
+    overlap: bool = True
 
 
 def is_plan(text: str) -> bool:
@@ -209,7 +217,8 @@ def open_plan(text: str, model: str | None = None, costs: Path | None = None, de
     if path.is_dir():
         path = path / PLAN_FILE
     existing_file("plan", path)
-    spec = _model_beside(path) if model is None else load_model(model)
+    config = _config_beside(path)
+    spec = load_model(model) if model is not None else config.model if config is not None else None
     plan = load_plan(path, model=spec if spec is not None and _is_for(path, spec) else None)
     if spec is None and plan.model in preset_ids():
         spec = load_model(plan.model)
@@ -217,7 +226,8 @@ def open_plan(text: str, model: str | None = None, costs: Path | None = None, de
             spec = None
     check_plan(plan, spec)
     table, missing = _costs_of(plan, path, spec, costs, device)
-    return Opened(plan=plan, path=path, model=spec, costs=table, missing=missing)
+    overlap = config is None or config.plan.overlap
+    return Opened(plan=plan, path=path, model=spec, costs=table, missing=missing, overlap=overlap)
 
 
 def _is_for(path: Path, model: ModelSpec) -> bool:
@@ -229,12 +239,13 @@ def _is_for(path: Path, model: ModelSpec) -> bool:
     return not isinstance(data, dict) or data.get("fingerprint") == model.fingerprint
 
 
-def _model_beside(path: Path) -> ModelSpec | None:
+def _config_beside(path: Path) -> TrainConfig | None:
+    """The configuration of the run that a plan lies in."""
     config = path.parent / CONFIG_FILE
     if not config.is_file():
         return None
     try:
-        return load_config(config).model
+        return load_config(config)
     except TesseraError:
         return None  # a file of that name that is no configuration of a run
 

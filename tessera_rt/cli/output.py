@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from tessera_rt.errors import PartitionInfeasible, PlanError, Problem, SpecError, TesseraError, TransportError
+from tessera_rt.errors import (
+    CostError,
+    PartitionInfeasible,
+    PlanError,
+    Problem,
+    ScheduleError,
+    SpecError,
+    TesseraError,
+    TransportError,
+)
 
 OK, UNEXPECTED, BAD_INPUT, INFEASIBLE, PLAN_FAULTY, RUN_FAILED = range(6)
 EXIT_CODES = """\
@@ -35,8 +47,10 @@ def exit_code(error: TesseraError) -> int:
             return PLAN_FAULTY
         case TransportError():
             return RUN_FAILED
-        case _:
+        case SpecError() | CostError() | ScheduleError():
             return BAD_INPUT
+        case _:  # such as a checkpoint that could not be written
+            return UNEXPECTED
 
 
 def report(error: TesseraError) -> None:
@@ -51,6 +65,16 @@ def report(error: TesseraError) -> None:
     sys.stderr.write("\n".join(lines) + "\n")
 
 
+_BAD_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def report_system(fault: OSError) -> int:
+    """A fault of the operating system in one line on stderr; returns the code with which the command ends."""
+    where = f"{fault.filename}: " if fault.filename is not None else ""
+    sys.stderr.write(f"error: {where}{fault.strerror or str(fault) or type(fault).__name__}\n")
+    return BAD_INPUT if fault.filename is not None and isinstance(fault, _BAD_PATHS) else UNEXPECTED
+
+
 def console() -> Console:
     """For tables and texts on stdout."""
     width = None if sys.stdout.isatty() else _WIDTH
@@ -62,22 +86,88 @@ def emit(data: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(_plain(data), allow_nan=False) + "\n")
 
 
-def output_path(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> Path | None:
-    """The path of a file to be written, checked before any work is done for it. Raises RequestError."""
+class Written(StrEnum):
+    """Kinds of files that commands write."""
+
+    PLAN = "a plan"
+    COSTS = "a cost table"
+    PICTURE = "a picture"
+    TRACE = "a trace"
+
+
+_SUFFIXES = {
+    Written.PLAN: (".yaml", ".yml"),
+    Written.COSTS: (".yaml", ".yml"),
+    Written.PICTURE: (".png", ".svg"),
+    Written.TRACE: (".json",),
+}
+_TOP_KEYS = {Written.PLAN: ("actions", "interleavings"), Written.COSTS: ("provenance", "items")}
+_HEAD = 4096  # bytes that tell a picture or a trace
+
+
+def output_path(option: str, path: Path | None, kind: Written, inputs: Iterable[str | Path | None] = ()) -> Path | None:
+    """The path of a file of ``kind`` to be written, checked before any work is done for it.
+
+    Raises RequestError for a name or folder that cannot be, for one of the command's ``inputs``, and for a file that
+    exists and is of another kind: nobody loses a model description to a slip.
+    """
     if path is None:
         return None
     problems = []
-    if suffixes and path.suffix.lower() not in suffixes:
-        problems.append(Problem(option, str(path), f"a name that ends in {' or '.join(suffixes)}"))
+    if path.suffix.lower() not in _SUFFIXES[kind]:
+        problems.append(Problem(option, str(path), f"a name that ends in {' or '.join(_SUFFIXES[kind])}"))
+    folder = path.absolute().parent
     if path.is_dir():
         problems.append(Problem(option, str(path), "the name of a file, not of a folder"))
-    elif not path.absolute().parent.is_dir():
+    elif not folder.is_dir():
         problems.append(Problem(option, str(path), "in a folder that exists", f"mkdir -p {path.parent}"))
-    elif not os.access(path.absolute().parent, os.W_OK):
-        problems.append(Problem(option, str(path), "in a folder that can be written"))
+    elif not can_write(folder) or (path.exists() and not os.access(path, os.W_OK)):
+        problems.append(
+            Problem(option, str(path), "a file that can be written", "choose another folder, or its rights")
+        )
+    elif any(_same_file(path, given) for given in inputs if given is not None):
+        problems.append(Problem(option, str(path), "another file than those that are read", "choose another name"))
+    elif path.exists() and not _is_of(kind, path):
+        allowed = f"a new file, or one that holds {kind}"
+        problems.append(Problem(option, str(path), allowed, "choose another name, or remove the file"))
     if problems:
         raise RequestError.of("output", problems)
     return path
+
+
+def can_write(folder: Path) -> bool:
+    """Whether a file can be made in a folder that exists."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _same_file(path: Path, given: str | Path) -> bool:
+    try:
+        return path.samefile(given)
+    except (OSError, ValueError):  # one of them does not exist, or is the name of a preset
+        return False
+
+
+def _is_of(kind: Written, path: Path) -> bool:
+    """Whether a file holds what is to be written there, as its first bytes or top keys tell; an empty one may."""
+    try:
+        if not path.is_file():
+            return False
+        if path.stat().st_size == 0:
+            return True
+        if kind in _TOP_KEYS:
+            text = path.read_text(encoding="utf-8")
+            return all(re.search(rf"^{key}:", text, re.MULTILINE) for key in _TOP_KEYS[kind])
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except (OSError, UnicodeDecodeError):
+        return False
+    if kind is Written.TRACE:
+        return head.lstrip().startswith(b"{") and b'"traceEvents"' in head
+    return head.startswith(b"\x89PNG\r\n") or b"<svg" in head
 
 
 def existing_file(option: str, path: Path) -> Path:

@@ -9,7 +9,7 @@ import typer
 
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli import tables as cli_tables
-from tessera_rt.cli.output import console, emit, ms, output_path
+from tessera_rt.cli.output import Written, console, emit, ms, output_path
 from tessera_rt.files.plan_files import save_plan
 from tessera_rt.planner.explain import explain
 from tessera_rt.scheduler.draw import split_table
@@ -112,7 +112,7 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     json: Json = False,
 ) -> None:
-    target = output_path("--output", output, (".yaml", ".yml"))
+    target = output_path("--output", output, Written.PLAN, (spec, costs, device))
     request = cli_context.PlanRequest(
         spec=spec,
         pp=pp,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tessera_rt.cli.output import UNEXPECTED, RequestError, console, emit, existing_file, ms, output_path
+from tessera_rt.cli.output import UNEXPECTED, RequestError, Written, console, emit, existing_file, ms, output_path
 from tessera_rt.cli.plan import Json
 from tessera_rt.config import TrainConfig, load_config
 from tessera_rt.costs import Recompute
@@ -102,7 +102,7 @@ def profile(
     steps: Annotated[int, typer.Option("--steps", help="Steps to run; the first is dropped.")] = 5,
     json: Json = False,
 ) -> None:
-    target = output_path("--output", output, (".yaml", ".yml"))
+    target = output_path("--output", output, Written.COSTS, (config,))
     assert target is not None
     settings = load_config(existing_file("CONFIG", config), overrides or ())
     policy = _policy(settings, recompute)

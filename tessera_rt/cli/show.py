@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli import tables as cli_tables
-from tessera_rt.cli.context import METRICS_FILE, TIMELINES, Opened
+from tessera_rt.cli.context import METRICS_FILE, OVERLAP_OFF, TIMELINES, Opened
 from tessera_rt.cli.output import RequestError, console, emit, ms
 from tessera_rt.cli.plan import CostsFile, Json, ModelName
 from tessera_rt.cli.tables import Row
@@ -70,7 +70,8 @@ def show(
 def _simulated(opened: Opened) -> Timeline | None:
     if opened.model is None or opened.costs is None:
         return None
-    return simulate(opened.plan, opened.model, opened.costs, label="planned")
+    label = "planned" if opened.overlap else "planned, no overlap"
+    return simulate(opened.plan, opened.model, opened.costs, overlap=opened.overlap, label=label)
 
 
 def _print_plan(out: Console, opened: Opened, planned: Timeline | None, *, grid: bool) -> None:
@@ -160,6 +161,16 @@ class Run:
             "skipped": sum(bool(row["skipped"]) for row in self.training),
         }
 
+    def notes(self) -> list[str]:
+        """What a reader must know of the comparison."""
+        notes = []
+        if not self.opened.overlap:
+            notes.append(OVERLAP_OFF)
+        if self.opened.costs is not None and self.opened.costs.provenance.source == "roofline":
+            name = self.opened.costs.provenance.device
+            notes.append(f"planned times are computed for device {name}, not for the machine that ran")
+        return notes
+
     def data(self) -> Row:
         """For `--json`."""
         return {
@@ -169,12 +180,16 @@ class Run:
             "rows": self.stage_rows(),
             "tasks": self.task_rows(),
             "steps_compared": self.step_rows(),
+            "overlap": self.opened.overlap,
+            "notes": self.notes(),
             "missing": self.opened.missing,
         }
 
     def print(self, out: Console, *, grid: bool) -> None:
         summary = self.summary()
         out.print(f"run {self.folder}: {self.opened.plan.model}, {summary['steps']} steps", style="bold")
+        for note in self.notes():
+            out.print(f"note: {note}")
         out.print(_versus("Stages: compute of a micro-batch (ms)", self.stage_rows(), ("stage", "rank", "pass")))
         out.print(_versus("Tasks: mean over layers (ms)", self.task_rows(), ("task",)))
         out.print("measured collectives last from their issue to the end of the wait for them, with overlap in between")

@@ -9,7 +9,8 @@ import typer
 
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli import tables as cli_tables
-from tessera_rt.cli.output import RequestError, console, emit, output_path
+from tessera_rt.cli.context import OVERLAP_OFF, Opened
+from tessera_rt.cli.output import RequestError, Written, console, emit, output_path
 from tessera_rt.cli.plan import (
     Context,
     CostsFile,
@@ -36,7 +37,6 @@ from tessera_rt.cli.schedules import schedule_rows, schedule_table
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.plan import Plan
 from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, terminal_grid
 from tessera_rt.scheduler.simulate import simulate as simulate_plan
 from tessera_rt.timeline import Timeline
@@ -60,7 +60,15 @@ The trace opens in https://ui.perfetto.dev.
 """
 
 
+_OF_MODELS = (
+    *("pp", "vpp", "dp", "ep", "microbatches", "tokens", "context", "template", "objective", "partitioner", "window"),
+    *("time_limit", "memory_limit", "recompute", "pad", "dtype"),
+)
+"""Parameters that a plan has settled."""
+
+
 def simulate(
+    ctx: typer.Context,
     source: Annotated[str, typer.Argument(metavar="PLAN|SPEC", help="Plan file, run folder, preset or model file.")],
     pp: Pp = 1,
     vpp: Vpp = 1,
@@ -82,8 +90,13 @@ def simulate(
     dtype: Dtype = None,
     model: ModelName = None,
     overlap: Annotated[
-        bool, typer.Option("--overlap/--no-overlap", help="Whether passes run together, or one after the other.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="Whether passes run together, or one after the other.",
+            show_default="overlap, or as the run did",
+        ),
+    ] = None,
     contention: Annotated[
         float | None,
         typer.Option("--contention", help="Slow-down of compute under collectives.", show_default="the costs'"),
@@ -95,12 +108,18 @@ def simulate(
     ] = None,
     json: Json = False,
 ) -> None:
-    picture = output_path("--picture", picture, (".png", ".svg"))
-    trace = output_path("--trace", trace, (".json",))
+    picture = output_path("--picture", picture, Written.PICTURE, (source, costs, device, model))
+    trace = output_path("--trace", trace, Written.TRACE, (source, costs, device, model))
     if schedules is not None:
         _check_schedules(schedules, source, template=template, overlap=overlap, picture=picture, trace=trace)
     if cli_context.is_plan(source):
-        plan, spec, table = _opened(source, model, costs, device)
+        _refuse_options_of_models(ctx)
+        opened, spec, table = _opened(source, model, costs, device)
+        plan = opened.plan
+        if overlap is None:
+            overlap = opened.overlap
+            if not overlap and not json:
+                console().print(OVERLAP_OFF)
     else:
         request = cli_context.PlanRequest(
             spec=source,
@@ -130,6 +149,7 @@ def simulate(
             return
         made = cli_context.make_plan(request)
         plan, spec, table = made.plan, made.model, made.costs
+    overlap = overlap is not False
     label = plan.template if overlap else f"{plan.template}, no overlap"
     timeline = simulate_plan(plan, spec, table, overlap=overlap, contention=contention, label=label)
     if picture is not None:
@@ -151,15 +171,33 @@ def simulate(
     _print(timeline, [path for path in (picture, trace) if path is not None])
 
 
+def _refuse_options_of_models(ctx: typer.Context) -> None:
+    """Raises RequestError for options of planning, which would change nothing about a plan that exists."""
+    problems = [
+        Problem(
+            f"--{name.replace('_', '-')}", ctx.params[name], "left out: the first argument is a plan, which says it"
+        )
+        for name in _OF_MODELS
+        if (source := ctx.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    ]
+    if problems:
+        raise RequestError.of("simulate: options for models only", problems)
+
+
 def _check_schedules(
-    schedules: str, source: str, *, template: str | None, overlap: bool, picture: Path | None, trace: Path | None
+    schedules: str, source: str, *, template: str | None, overlap: bool | None, picture: Path | None, trace: Path | None
 ) -> None:
     problems = []
     if schedules != "all":
         problems.append(Problem("--schedules", schedules, "all"))
     if cli_context.is_plan(source):
         problems.append(Problem("SPEC", source, "a model: a plan has one schedule"))
-    given = {"--template": template, "--no-overlap": not overlap or None, "--picture": picture, "--trace": trace}
+    given = {
+        "--template": template,
+        "--no-overlap": True if overlap is False else None,
+        "--picture": picture,
+        "--trace": trace,
+    }
     problems += [
         Problem(name, value, "left out with --schedules") for name, value in given.items() if value is not None
     ]
@@ -180,11 +218,11 @@ def _print_schedules(request: cli_context.PlanRequest, contention: float | None,
 
 def _opened(
     source: str, model: str | None, costs: Path | None, device: str | None
-) -> tuple[Plan, ModelSpec, CostTable]:
+) -> tuple[Opened, ModelSpec, CostTable]:
     opened = cli_context.open_plan(source, model, costs, device)
     if opened.model is None or opened.costs is None:
         raise CostError.of(str(opened.path), [Problem("costs", None, "known, to simulate the plan", opened.missing)])
-    return opened.plan, opened.model, opened.costs
+    return opened, opened.model, opened.costs
 
 
 def _print(timeline: Timeline, files: list[Path]) -> None:

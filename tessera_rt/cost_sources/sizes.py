@@ -38,6 +38,8 @@ from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedFor
 from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks
 
 _ID_BYTES = 8  # token and expert ids are int64
+_MOST: Mapping[str, int] = {"tokens": 2**20, "context": 2**24, "dp": 2**20, "ep": 2**20}
+"""Largest sizes of a workload: far beyond any use, and the times and bytes of a step fit 64 bits."""
 _MOMENTS: Mapping[str, int] = {"adamw": 2, "sgd": 0}  # without momentum
 
 
@@ -109,10 +111,10 @@ def check_workload(
         for name, allowed in names.items()
         if getattr(workload, name) not in allowed
     ]
-    for name in ("tokens", "context", "dp", "ep"):
+    for name, most in _MOST.items():
         value = getattr(workload, name)
-        if not isinstance(value, int) or value < 1:
-            problems.append(Problem(f"workload.{name}", value, "an integer of at least 1"))
+        if not isinstance(value, int) or not 1 <= value <= most:
+            problems.append(Problem(f"workload.{name}", value, f"an integer from 1 to {most}"))
     if workload.momentum and workload.optimizer != "sgd":
         problems.append(Problem("workload.momentum", workload.momentum, f"false with {workload.optimizer}"))
     if workload.tp != 1:

@@ -24,7 +24,7 @@ from tessera_rt.moe.steps import IGNORED
 from tessera_rt.waits import WaitError
 
 Pair = tuple[Tensor, Tensor] | Mapping[str, Tensor]
-Batch = Pair | list[Pair]
+Batch = Pair | list[tuple[Tensor, Tensor]] | list[Mapping[str, Tensor]]
 """(tokens, labels) or {"tokens": ..., "labels": ...}, both [rows, s] int64; or a list of such, one per micro-batch."""
 
 

@@ -79,6 +79,8 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
         return Problem(field, value, f"at most {context['le']}")
     if kind == "greater_than":
         return Problem(field, value, f"more than {context['gt']}")
+    if kind == "less_than":
+        return Problem(field, value, f"less than {context['lt']}")
     if kind in ("literal_error", "enum"):
         return Problem(field, value, f"one of {context['expected']}")
     if kind == "part":

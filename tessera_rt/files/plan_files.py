@@ -287,6 +287,10 @@ def plan_from_yaml(text: str, where: str = "plan", *, model: ModelSpec | None = 
         read = _Plan.model_validate(data)
     except ValidationError as error:
         raise PlanError.of(where, [*problems_of(error, _Plan), *problems]) from None
+    if model is not None and read.fingerprint != model.fingerprint:  # else every order would be a problem of its own
+        made_for = f"{read.model}, fingerprint {read.fingerprint[:12]}"
+        wanted = f"{model.name}, fingerprint {model.fingerprint[:12]}"
+        raise PlanError(f"{where}: made for another model ({made_for}), not for {wanted}")
     plan = _plan(read, model, problems)
     if problems:
         raise PlanError.of(where, problems)

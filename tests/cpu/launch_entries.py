@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tessera_rt.engine.watchdog import FailureReporter
-from tessera_rt.errors import Problem, SpecError
+from tessera_rt.errors import Problem, SpecError, TesseraError
 from tessera_rt.launch import run_local
 
 
@@ -54,6 +54,8 @@ def stop(end: str) -> None:
             raise ValueError("the dog ate it")
         case "user":
             raise SpecError.of("file", [Problem("field", 1, "2")])
+        case "ours":
+            raise TesseraError("the disk is full")
         case "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
@@ -70,4 +72,4 @@ def wait_for_ever(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_local(wait_for_ever, 2, (Path(sys.argv[1]),))
+    run_local(wait_for_ever, 2, (Path(sys.argv[1]),), stopped_at=lambda: "at a place")

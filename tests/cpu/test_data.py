@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera_rt import data as data_module
 from tessera_rt.config import DataSection
 from tessera_rt.data import IGNORED, Data, Layout, Part, Tokens, Windows, open_data, shuffled
 from tessera_rt.errors import SpecError
@@ -183,8 +184,30 @@ def test_ids_outside_of_the_vocabulary_are_named_with_their_place(tmp_path: Path
     ids[38] = -1
     ids.tofile(tmp_path / "ids.bin")
     data = open_data(section(tokens=str(tmp_path / "ids.bin"), dtype="int32", held_out=0.0), vocab=100, seed=0)
-    with pytest.raises(SpecError, match=r"ids\.bin, byte 148 = 5000: must be a token id from 0 to 99"):
+    with pytest.raises(SpecError, match=r"ids\.bin, token 37 = 5000: must be a token id from 0 to 99"):
         data.batch(0, Layout(rank=0, ranks=1, microbatches=1, rows=len(data.train)))
+
+
+@pytest.mark.parametrize("ending", [".npy", ".bin"])
+@pytest.mark.parametrize(("place", "value"), [(7, -3), (150, 100), (199, 2**31 - 1)])
+def test_all_ids_are_checked_at_the_start_also_those_held_out(
+    tmp_path: Path, ending: str, place: int, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "_SCANNED_IDS", 64)
+    ids = np.arange(200, dtype=np.int32) % 100
+    path = tmp_path / f"ids{ending}"
+
+    def opened() -> Data:
+        np.save(path, ids) if ending == ".npy" else ids.tofile(path)
+        return open_data(section(tokens=str(path), dtype="int32", held_out=0.3), vocab=100, seed=0)
+
+    opened().check_ids()
+    ids[place] = value
+    with pytest.raises(SpecError) as caught:
+        opened().check_ids()
+    (problem,) = caught.value.problems
+    assert problem.field.endswith(f"ids{ending}, token {place}") and problem.value == value
+    assert problem.allowed == "a token id from 0 to 99"
 
 
 def test_a_file_that_shrinks_is_named(tmp_path: Path) -> None:
@@ -230,5 +253,7 @@ def test_arrays_that_cannot_be_used(tmp_path: Path) -> None:
     whole = (tmp_path / "good.npy").read_bytes()
     (tmp_path / "cut.npy").write_bytes(whole[:-8])
     assert "array file of numpy" in faults(section(tokens=str(tmp_path / "cut.npy")))["data.tokens"]
+    (tmp_path / "empty.npy").touch()
+    assert "array file of numpy" in faults(section(tokens=str(tmp_path / "empty.npy")))["data.tokens"]
     (tmp_path / "no.npy").write_bytes(b"no array")
     assert "array file of numpy" in faults(section(tokens=str(tmp_path / "no.npy")))["data.tokens"]

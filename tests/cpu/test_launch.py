@@ -65,25 +65,48 @@ def test_results_by_rank_one_thread_each_output_in_logs(entries: ModuleType, tmp
     ],
 )
 def test_the_true_rank_action_and_cause_are_named(
-    entries: ModuleType, tmp_path: Path, end: str, world: int, victim: int, how: str, told: str
+    entries: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    end: str,
+    world: int,
+    victim: int,
+    how: str,
+    told: str,
 ) -> None:
     with pytest.raises(RankFailed) as caught:
         run_local(entries.steps, world, (tmp_path, end, victim), log_dir=tmp_path / "logs", timeout_s=600)
     assert isinstance(caught.value, TransportError)
     assert str(caught.value) == f"rank {victim} {how} during 3B3"
     assert (caught.value.rank, caught.value.action) == (victim, "3B3")
+    if end == "raises":  # on the first rank, whose terminal is left alone
+        first = tmp_path / "logs" / "rank0.log"
+        assert caught.value.__notes__ == [f"its traceback is in {first}"]
+        assert "Traceback" in first.read_text() and "Traceback" not in capfd.readouterr().err
     assert len(pids(tmp_path)) == world and not any(map(running, pids(tmp_path)))
     # The others end by themselves and quote the first cause.
     log = (tmp_path / "logs" / f"rank{world - 1}.log").read_text()
     assert f"first failure, on rank {victim}: {told}" in log, log
 
 
-def test_errors_of_users_keep_their_class_and_problems(entries: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logs", [True, False])
+def test_errors_of_users_keep_their_class_and_problems(
+    entries: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], logs: bool
+) -> None:
+    log_dir = tmp_path / "logs" if logs else None
     with pytest.raises(SpecError) as caught:
-        run_local(entries.steps, 2, (tmp_path, "user", 1), log_dir=tmp_path / "logs", timeout_s=600, grace_s=1)
+        run_local(entries.steps, 2, (tmp_path, "user", 0), log_dir=log_dir, timeout_s=600, grace_s=1)
     assert caught.value.problems[0].field == "field"
-    assert caught.value.__notes__ == ["found by rank 1"]
+    assert caught.value.__notes__ == ["found by rank 0"]
+    assert "Traceback" not in capfd.readouterr().err
+    assert log_dir is None or "SpecError: file: 1 problem" in (log_dir / "rank0.log").read_text()
     assert not any(map(running, pids(tmp_path)))
+
+
+def test_errors_of_ours_that_are_not_about_input_are_failures_of_the_run(entries: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with TesseraError: the disk is full during 3B3") as caught:
+        run_local(entries.steps, 2, (tmp_path, "ours", 1), log_dir=tmp_path / "logs", timeout_s=600, grace_s=1)
+    assert caught.value.__notes__ == [f"its traceback is in {tmp_path / 'logs' / 'rank1.log'}"]
 
 
 def test_a_rank_that_hangs_is_named_and_ended(entries: ModuleType, tmp_path: Path) -> None:
@@ -101,9 +124,10 @@ def test_a_rank_that_is_not_done_with_the_others_is_ended(entries: ModuleType, t
     assert not any(map(running, pids(tmp_path)))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "temporary")}
     launcher = subprocess.Popen(
         [sys.executable, str(ENTRIES), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
     )
@@ -119,8 +143,12 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Sig
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert alive == []
     assert launcher.returncode != 0
+    if signal_number is not signal.SIGKILL:
+        assert list((tmp_path / "temporary").glob("tessera-ranks-*")) == []
     if signal_number is signal.SIGINT:
-        assert "KeyboardInterrupt" in errors
+        assert errors.startswith("interrupted at a place\n") and "KeyboardInterrupt" in errors
+    if signal_number is signal.SIGTERM:
+        assert errors == "terminated at a place\n" and launcher.returncode == 143
 
 
 # -- training -------------------------------------------------------------------------------------------------------

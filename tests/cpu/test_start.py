@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -19,12 +20,14 @@ from tessera_rt.cli.app import app
 from tessera_rt.cli.output import BAD_INPUT, RUN_FAILED
 from tessera_rt.config import TrainConfig, config_from_dict, config_to_yaml
 from tessera_rt.costs import CostTable, Recompute
-from tessera_rt.errors import CostError, PlanError
+from tessera_rt.data import open_data
+from tessera_rt.errors import CostError, PlanError, SpecError
 from tessera_rt.files.model_files import model_to_yaml
 from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.launch import RankFailed
-from tessera_rt.start import prepare
+from tessera_rt.start import check_start, how_to_go_on, prepare
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid
+from tessera_rt.train import run_info
 
 
 def tiny_config(folder: Path, *, mesh: dict[str, int] | None = None, **plan: Any) -> TrainConfig:
@@ -92,6 +95,79 @@ def test_a_plan_file_is_taken_as_it_is_if_it_fits(tmp_path: Path) -> None:
     assert prepared.plan == plan and prepared.costs is None
     with pytest.raises(PlanError, match="mesh"):
         prepare(tiny_config(tmp_path, mesh={"pp": 3}, file=str(tmp_path / "plan.yaml")))
+
+
+def test_a_plan_file_for_another_model_is_one_line(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    save_plan(prepare(config, measure=costs_for).plan, tmp_path / "plan.yaml")
+    other = replace(
+        tiny_config(tmp_path, file=str(tmp_path / "plan.yaml")),
+        model=replace(tiny_hybrid("gSdd", vocab=256), name="other"),
+    )
+    with pytest.raises(PlanError, match=rf"made for another model \({config.model.name}, .*not for other, ") as caught:
+        prepare(other)
+    assert "\n" not in str(caught.value)
+
+
+def never(config: TrainConfig, policy: Recompute) -> CostTable:
+    raise AssertionError("measured before all was checked")
+
+
+def with_run(config: TrainConfig, **run: Any) -> TrainConfig:
+    return replace(config, run=config.run.model_copy(update=run))
+
+
+def test_mistakes_are_found_before_anything_is_measured(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    (tmp_path / "file").touch()
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    info = run_info(config, tokens=len(open_data(config.data, vocab=256, seed=0).train.tokens), step=2)
+    (saved / "info.json").write_text(json.dumps(asdict(info)))
+    ids = np.zeros(500, np.int32)
+    ids[400] = 256
+    np.save(tmp_path / "ids.npy", ids)
+    tokens = config.data.model_copy(update={"files": (), "tokens": str(tmp_path / "ids.npy")})
+    empty = config.data.model_copy(update={"files": (str(tmp_path / "file"),)})
+    for faulty, field in (
+        (replace(config, data=tokens), "token 400"),
+        (replace(config, data=empty), "data.files"),
+        (with_run(config, folder=str(tmp_path / "file")), "run.folder"),
+        (with_run(config, folder=str(tmp_path / "file" / "run")), "run.folder"),
+        (with_run(config, resume=str(tmp_path / "nowhere")), "run.resume"),
+        (with_run(config, resume=str(saved), seed=7), "seed"),
+        (with_run(config, resume=str(saved), dtype="fp64"), "dtype"),
+        (with_run(config, resume=str(saved), steps=1), "run.steps"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            prepare(faulty, measure=never)
+        assert [p.field for p in caught.value.problems if p.field.endswith(field)], caught.value
+    check_start(with_run(config, resume=str(saved), folder=str(tmp_path / "a" / "b")))
+    assert not (tmp_path / "run").exists() and not (tmp_path / "a").exists()
+
+
+def test_empty_stages_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    items = len(tiny_config(tmp_path).model.items)
+    prepare(tiny_config(tmp_path, mesh={"pp": items}), measure=costs_for, say=said.append)
+    assert said == [text for text in said if "empty" not in text]
+    said.clear()
+    prepared = prepare(tiny_config(tmp_path, mesh={"pp": items + 2}), measure=costs_for, say=said.append)
+    assert prepared.plan.mesh.pp == items + 2
+    empty = sum(stage.start == stage.stop for stage in prepared.plan.stages)
+    assert empty >= 2
+    assert [text for text in said if f"{empty} of {items + 2} stages are empty" in text]
+
+
+def test_how_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    assert how_to_go_on(tmp_path).startswith("before its first step; there is no checkpoint")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n')
+    saved = tmp_path / "checkpoints" / "step-000001"
+    saved.mkdir(parents=True)
+    (saved / "info.json").touch()
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001\n")
+    expected = f"at step 2; resume with run.resume=latest run.folder={tmp_path} (last checkpoint: {saved})"
+    assert how_to_go_on(tmp_path) == expected
 
 
 def test_train_and_show_from_the_command_line(tmp_path: Path) -> None:

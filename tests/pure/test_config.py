@@ -96,6 +96,9 @@ def test_all_faults_at_once_with_the_nearest_name() -> None:
         ({"plan": {"file": "plan.yaml", "pad": "shadow"}}, "plan.file"),
         ({"plan": {"template": "1f1bb"}}, "plan.template"),
         ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum"),
+        ({"run": {"timeout_s": 1e30}}, "run.timeout_s"),
+        ({"run": {"timeout_s": 0}}, "run.timeout_s"),
+        ({"data": {"microbatches": 65537}}, "data.microbatches"),
     ],
 )
 def test_contradictions(sections: dict[str, Any], field: str) -> None:
