@@ -88,15 +88,15 @@ def item_names(model: ModelSpec, start: int, stop: int) -> str:
 
 
 def explain(plan: Plan, model: ModelSpec, costs: CostTable) -> RenderableType:
-    """Everything a person wants to know about a plan, top to bottom."""
+    """Everything a person wants to know about a plan: the result, who holds what, and what it rests on."""
     parts: list[RenderableType] = [
+        Text("\n".join(solver_lines(plan))),
         stage_table(plan, model, costs),
         memory_table(plan),
-        Text("\n".join((*solver_lines(plan), *assumption_lines(plan)))),
     ]
     if plan.solver.alternatives:
         parts.append(alternatives_table(plan))
-    return Group(*parts)
+    return Group(*parts, Text("\n".join(assumption_lines(plan))))
 
 
 def stage_table(plan: Plan, model: ModelSpec, costs: CostTable) -> Table:
@@ -140,16 +140,16 @@ def alternatives_table(plan: Plan) -> Table:
 
 
 def solver_lines(plan: Plan) -> tuple[str, ...]:
-    """The bottleneck and how the partition was found."""
+    """The step, its bottleneck and how the partition was found."""
     solver = plan.solver
     where = f" at ({solver.bottleneck})" if solver.bottleneck else ""
     kind = "overlap pair" if solver.bottleneck else "forward and backward of a stage"
     return (
+        f"simulated step: {milliseconds(solver.step_ns)} ms, with contention {plan.assumptions.contention:g}; "
+        "T_dom and the makespans of pairs are without contention",
         f"bottleneck: {kind}{where} takes T_dom = {milliseconds(solver.t_dom_ns)} ms; no partition has less than "
         f"{milliseconds(solver.bound_ns)} ms (gap {solver.gap:.1%})",
         f"partition: objective {solver.objective}, {solver.method}, {_STATUS[solver.status]}, {solver.seconds:.1f} s",
-        f"simulated step: {milliseconds(solver.step_ns)} ms, with contention {plan.assumptions.contention:g}; "
-        "T_dom and the makespans of pairs are without contention",
     )
 
 

@@ -21,6 +21,8 @@ from tessera_rt.errors import PlanError, Problem
 from tessera_rt.tasks import Pass
 
 PLAN_VERSION = 1
+MOST_ITEMS = 65_536
+"""Items a plan's stages may name: far beyond any model, so that nobody counts up to an edited number."""
 SOLVER_STATUSES = ("optimal", "optimal-in-window", "incumbent", "heuristic")
 
 

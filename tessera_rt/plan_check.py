@@ -24,11 +24,10 @@ from tessera_rt.model_spec import (
     LayerSpec,
     ModelSpec,
 )
-from tessera_rt.plan import PLAN_VERSION, SOLVER_STATUSES, Action, ActionKind, Interleaving, Plan, Stage
+from tessera_rt.plan import MOST_ITEMS, PLAN_VERSION, SOLVER_STATUSES, Action, ActionKind, Interleaving, Plan, Stage
 from tessera_rt.rendezvous import find_stuck, pass_events
 from tessera_rt.tasks import Pass, Resource, TaskGraph, chunk_tasks, parse_task_name
 
-_MOST_ITEMS = 65_536
 _PASS_OF = {ActionKind.F: Pass.F, ActionKind.B: Pass.B, ActionKind.I: Pass.B, ActionKind.W: Pass.W}
 
 
@@ -175,8 +174,8 @@ def _cover(plan: Plan, model: ModelSpec | None) -> Iterator[Problem]:
         value, allowed = f"{plan.fingerprint[:12]}... ({plan.model})", f"{model.fingerprint[:12]}... ({model.name})"
         yield Problem("fingerprint", value, allowed, "the plan was made for another model; plan this one")
     count = len(model.items) if model is not None else max((stage.stop for stage in plan.stages), default=0)
-    if count > _MOST_ITEMS:  # an edited number: nothing is counted up to it
-        yield Problem("stages", f"items up to {count}", f"at most {_MOST_ITEMS} items")
+    if count > MOST_ITEMS:  # an edited number: nothing is counted up to it
+        yield Problem("stages", f"items up to {count}", f"at most {MOST_ITEMS} items")
         return
     if model is not None:
         labels = tuple(item.label for item in model.items)

@@ -259,9 +259,11 @@ def _costs_of(
     if costs is not None:
         return load_cost_table(existing_file("--costs", costs), model=model), ""
     beside = path.parent / COSTS_FILE
-    if beside.is_file():
+    if beside.is_file() and device is None:
         return load_cost_table(beside, model=model), ""
     name = device or plan.assumptions.device
-    if plan.assumptions.source == "roofline" and (device is not None or name in device_ids()):
-        return roofline_costs(model, plan.workload, load_device(name), comm_sms=plan.assumptions.comm_sms), ""
+    computed = plan.assumptions.source == "roofline"
+    if device is not None or (computed and name in device_ids()):
+        sms = plan.assumptions.comm_sms if computed else None
+        return roofline_costs(model, plan.workload, load_device(name), comm_sms=sms), ""
     return None, f"its costs ({plan.assumptions.source}, {name}) are not at hand; name a cost file with --costs"

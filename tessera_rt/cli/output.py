@@ -122,9 +122,7 @@ def output_path(option: str, path: Path | None, kind: Written, inputs: Iterable[
     elif not folder.is_dir():
         problems.append(Problem(option, str(path), "in a folder that exists", f"mkdir -p {path.parent}"))
     elif not can_write(folder) or (path.exists() and not os.access(path, os.W_OK)):
-        problems.append(
-            Problem(option, str(path), "a file that can be written", "choose another folder, or its rights")
-        )
+        problems.append(Problem(option, str(path), "a file that can be written", "choose another folder"))
     elif any(_same_file(path, given) for given in inputs if given is not None):
         problems.append(Problem(option, str(path), "another file than those that are read", "choose another name"))
     elif path.exists() and not _is_of(kind, path):

@@ -23,6 +23,7 @@ from tessera_rt.files.task_names import expand_names, item_labels, label_range
 from tessera_rt.files.yaml_text import Folded, dump_yaml, parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import (
+    MOST_ITEMS,
     PLAN_VERSION,
     Action,
     CostAssumptions,
@@ -210,7 +211,7 @@ class _Stage(StrictModel):
     rank: _Count
     items: str | None = None
     start: _Count
-    stop: _Count
+    stop: Annotated[int, Field(ge=0, le=MOST_ITEMS)]
     slots: _Count
 
 

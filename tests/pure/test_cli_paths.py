@@ -207,6 +207,21 @@ def test_costs_of_another_device_are_noted(run_folder: Path) -> None:
     assert "computed for device h800, not for the machine that ran" in text
 
 
+def test_a_device_takes_the_place_of_the_costs_of_a_run(run_folder: Path) -> None:
+    own, other = (
+        json.loads(run("simulate", run_folder, *options, "--json").stdout)["step_ns"]
+        for options in ((), ("--device", "h200"))
+    )
+    assert own != other
+
+
+def test_results_of_a_plan_come_first(model_file: Path) -> None:
+    text = run("plan", model_file, "--pp", 2, "--partitioner", "chain-dp", "--tokens", 64).stdout
+    assert text.startswith("simulated step: ")
+    marks = ["bottleneck:", "partition:", "in flight", "workload:", "launch_ns"]
+    assert sorted(marks, key=text.index) == marks
+
+
 def test_upper_bounds_are_said_in_words(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: mixtral-8x7b\ndata: {held_out: 1.5}\n")

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera_rt.config import PlanSection, TrainConfig, config_from_dict, config_to_yaml, load_config, run_folder
+from tessera_rt.config import (
+    MOST_MICROBATCHES,
+    PlanSection,
+    TrainConfig,
+    config_from_dict,
+    config_to_yaml,
+    load_config,
+    run_folder,
+)
 from tessera_rt.costs import Recompute
 from tessera_rt.errors import SpecError
 from tessera_rt.files.yaml_text import dump_yaml, parse_yaml
+from tessera_rt.planner import build
 from tessera_rt.planner.build import OBJECTIVES, PARTITIONERS
 from tessera_rt.scheduler.templates import PADS, TEMPLATES
 
@@ -151,6 +160,7 @@ def test_choices_are_those_of_planner_and_scheduler() -> None:
     assert choices("partitioner") == set(PARTITIONERS)
     assert choices("pad") == set(PADS)
     assert choices("recompute") == {"auto", *Recompute}
+    assert MOST_MICROBATCHES == build.MOST_MICROBATCHES
 
 
 positive = st.integers(1, 8)
