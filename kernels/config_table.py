@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HOPPER_AND_BLACKWELL = ("sm90", "sm100")
 HALF = ("bfloat16", "float16")
 MINORS = ("3.6", "3.7", "3.8", "3.9")
 
@@ -53,6 +52,47 @@ KERNELS = (*ROWS_GEMM, "gate_backward", *WGRAD)
 TABLE: tuple[Row, ...] = (
     # Interpreted: small blocks, so that small inputs have many tiles.
     Row(kernels=KERNELS, architectures=("interpreter",), config=_config(32, 32, 32, 4, 2)),
+    # What spills on Blackwell with the configurations below, and does not with these.
+    Row(
+        kernels=("forward_gate",),
+        sizes=("any",),
+        layouts=("plain",),
+        architectures=("sm100",),
+        config=_config(64, 64, 32, 8, 2),
+    ),
+    Row(
+        kernels=("forward_gate",),
+        dtypes=("float32",),
+        layouts=("plain",),
+        architectures=("sm100",),
+        config=_config(64, 64, 32, 4, 3),
+    ),
+    Row(
+        kernels=("forward", "dgrad"),
+        dtypes=HALF,
+        sizes=("small",),
+        loads=("gather",),
+        architectures=("sm100",),
+        config=_config(64, 128, 64, 8, 4),
+    ),
+    Row(
+        kernels=("forward_gate",),
+        dtypes=HALF,
+        sizes=("small",),
+        layouts=("interleaved",),
+        loads=("gather",),
+        architectures=("sm100",),
+        config=_config(64, 64, 64, 8, 4),
+    ),
+    Row(
+        kernels=("gate_backward",),
+        dtypes=HALF,
+        sizes=("large",),
+        layouts=("plain",),
+        loads=("gather",),
+        architectures=("sm100",),
+        config=_config(128, 128, 64, 8, 4, 8),
+    ),
     # Any size: pointers and masks everywhere.
     Row(kernels=KERNELS, sizes=("any",), config=_config(64, 64, 32, 4, 2)),
     # fp32 by three tf32 products.

@@ -27,7 +27,7 @@ from tessera_rt.kernels.routing_kernels import (
     topk_forward_kernel,
 )
 
-BLOCK_T = 4  # tokens per program of the choice; 48 registers at 512 experts
+BLOCK_T = 4  # tokens per program of the choice
 PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
 
 
@@ -214,5 +214,10 @@ def _rule_options(rule: RouterRule, experts: int) -> dict[str, object]:
         "BLOCK_T": BLOCK_T,
         "BLOCK_E": block_e,
         "BLOCK_K": triton.next_power_of_2(rule.top_k),
-        "num_warps": 4,
+        "num_warps": topk_warps(block_e),
     }
+
+
+def topk_warps(block_e: int) -> int:
+    """Warps of the choice: a row of 512 scores and more spills with four on Blackwell."""
+    return 8 if block_e >= 512 else 4

@@ -237,7 +237,8 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
     after = shape.gate.interleaved  # gpt-oss: softmax over the chosen
     rule = {
         "EXPERTS": e, "TOP_K": k, "SIGMOID": sigmoid, "AFTER_TOPK": after, "RENORMALIZE": not after,
-        "BLOCK_T": routing.BLOCK_T, "BLOCK_E": block_e, "BLOCK_K": triton.next_power_of_2(k), "num_warps": 4,
+        "BLOCK_T": routing.BLOCK_T, "BLOCK_E": block_e, "BLOCK_K": triton.next_power_of_2(k),
+        "num_warps": routing.topk_warps(block_e),
     }  # fmt: skip
     forward = {
         "GROUPS": groups, "KEEP": max(groups // 2, 1), "TOP2": True, "BY_LOGITS": not sigmoid, "HAS_BIAS": sigmoid,
