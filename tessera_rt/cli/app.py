@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from tessera_rt import __version__
 from tessera_rt.cli.info import DOCTOR_EXAMPLES, MODELS_EXAMPLES, doctor, models
+from tessera_rt.cli.kernels import app as kernels
 from tessera_rt.cli.output import EXIT_CODES, exit_code, report, report_system
 from tessera_rt.cli.plan import CHECK_EXAMPLES, PLAN_EXAMPLES, check, plan
 from tessera_rt.cli.run import PROFILE_EXAMPLES, TRAIN_EXAMPLES, profile, train
@@ -73,6 +74,7 @@ for _command, _short, _text in (
     (doctor, "Say whether this machine has what Tessera needs.", DOCTOR_EXAMPLES),
 ):
     app.command(help=_text, short_help=_short)(_command)
+app.add_typer(kernels, name="kernels")
 
 
 def main() -> None:

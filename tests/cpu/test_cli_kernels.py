@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tessera_rt.cli import kernels as cli_kernels
+from tessera_rt.cli.app import app
 from tessera_rt.errors import SpecError
 from tessera_rt.kernels import inspection
 
@@ -57,3 +58,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SpecError, match="TRITON_INTERPRET"):
         cli_kernels.compiled_report("sm90")
+
+
+def test_it_is_a_command_of_tessera(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _fake(monkeypatch, ROW)
+    result = CliRunner().invoke(app, ["kernels", "report", "--target", "sm90", "--json"])
+    assert result.exit_code == 0 and json.loads(result.output)["rows"] == [ROW] and len(calls) == 1
+    refused = CliRunner().invoke(app, ["kernels", "report", "--target", "sm70"])
+    assert refused.exit_code == 2 and isinstance(refused.exception, SystemExit)
