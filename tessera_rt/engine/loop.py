@@ -95,7 +95,7 @@ class Driver:
         self, parts: Sequence[Action], order: Sequence[str], given: Sequence[Mapping[str, Any]], *, train: bool = True
     ) -> None:
         """Do ``order``, the tasks of all ``parts``; a part starts at its first task and ends with its last one."""
-        owner = {letter: part for part in parts for letter in _letters(part, parts)}
+        owner = {letter: part for part in parts for letter in _LETTERS[part.kind]}
         names_of = {letter: [name for name in order if name[0] == letter] for letter in owner}
         running: dict[str, _Running] = {}
         for letter, part in owner.items():
@@ -170,14 +170,5 @@ class Driver:
         return self._orders[part.key]
 
 
-def _letters(part: Action, parts: Sequence[Action]) -> str:
-    """First letters of the tasks that belong to ``part``: a full backward owns W unless a W action stands beside it."""
-    match part.kind:
-        case ActionKind.F:
-            return "F"
-        case ActionKind.W:
-            return "W"
-        case ActionKind.B if not any(other.kind is ActionKind.W for other in parts):
-            return "BW"
-        case _:
-            return "B"
+# First letters of the tasks of an action: a full backward does its own W.
+_LETTERS = {ActionKind.F: "F", ActionKind.B: "BW", ActionKind.I: "B", ActionKind.W: "W"}

@@ -72,4 +72,5 @@ def wait_for_ever(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a script starts with & ignores it
     run_local(wait_for_ever, 2, (Path(sys.argv[1]),), stopped_at=lambda: "at a place")
