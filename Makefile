@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch (the largest download) ..."
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	@echo "installing Tessera ..."
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,triton]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,triton,hf]'
 	@touch $@
 
 demo: setup ## cost, plan, train and compare the small hybrid model on 4 local ranks

@@ -1,4 +1,4 @@
-"""The command line: `tessera train | plan | check | simulate | show | profile | models | doctor`.
+"""The command line: `tessera train | plan | check | simulate | show | profile | models | doctor | kernels | bench`.
 
 Planning commands never load torch; the others load it when they run.
 """
@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from tessera_rt import __version__
+from tessera_rt.cli.bench import app as bench
 from tessera_rt.cli.info import DOCTOR_EXAMPLES, MODELS_EXAMPLES, doctor, models
 from tessera_rt.cli.kernels import app as kernels
 from tessera_rt.cli.output import EXIT_CODES, exit_code, report, report_system
@@ -75,6 +76,7 @@ for _command, _short, _text in (
 ):
     app.command(help=_text, short_help=_short)(_command)
 app.add_typer(kernels, name="kernels")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tessera_rt.cli.output import RequestError, existing_file
 from tessera_rt.config import TrainConfig, load_config
+from tessera_rt.cost_sources.benchmarked import BENCHMARKED, benchmarked_device, is_bench_result
 from tessera_rt.cost_sources.device import DeviceSpec, device_ids, load_device
 from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Recompute, Workload
@@ -78,10 +79,10 @@ def make_plan(request: PlanRequest) -> Planned:
     device: DeviceSpec | None = None
     limit = _limit(request.memory_limit)
     table: Costs
-    if request.costs is not None:
+    if _has_cost_table(request):
         table = _given_costs(request, model)
     else:
-        device = load_device(request.device or DEFAULT_DEVICE)
+        device = _device(request)
         limit = device.hbm_bytes if limit is None else limit
         table = _computed_costs(request, model, device)
     try:
@@ -114,14 +115,25 @@ def model_costs(request: PlanRequest) -> tuple[ModelSpec, CostTable, DeviceSpec 
     mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep)
     if problems := size_problems(mesh, request.microbatches):
         raise RequestError.of("request", problems)
-    if request.costs is not None:
+    if _has_cost_table(request):
         return model, _given_costs(request, model), None
     if request.recompute not in ("auto", *Recompute):
         allowed = f"one of {', '.join((*Recompute, 'auto'))}"
         raise RequestError.of("request", [Problem("recompute", request.recompute, allowed)])
-    device = load_device(request.device or DEFAULT_DEVICE)
+    device = _device(request)
     policy = Recompute.NONE if request.recompute == "auto" else Recompute(request.recompute)
     return model, _computed_costs(request, model, device)(policy), device
+
+
+def _has_cost_table(request: PlanRequest) -> bool:
+    """Whether --costs names a cost table, and not a microbenchmark's result."""
+    return request.costs is not None and not is_bench_result(request.costs)
+
+
+def _device(request: PlanRequest) -> DeviceSpec:
+    """The device that costs are computed for, with the figures of a microbenchmark if --costs names one's result."""
+    device = load_device(request.device or DEFAULT_DEVICE)
+    return device if request.costs is None else benchmarked_device(device, request.costs, request.dtype or "bf16")
 
 
 def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) -> Callable[[Recompute], CostTable]:
@@ -256,6 +268,10 @@ def _costs_of(
     """The costs a plan was made with, or None and why not."""
     if model is None:
         return None, f"the model {plan.model} is not known here; name it with --model"
+    if costs is not None and is_bench_result(costs):
+        base = load_device(device or plan.assumptions.device.removesuffix(BENCHMARKED))
+        measured = benchmarked_device(base, costs, plan.workload.dtype)
+        return roofline_costs(model, plan.workload, measured, comm_sms=plan.assumptions.comm_sms), ""
     if costs is not None:
         return load_cost_table(existing_file("--costs", costs), model=model), ""
     beside = path.parent / COSTS_FILE

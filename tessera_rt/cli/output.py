@@ -93,6 +93,7 @@ class Written(StrEnum):
     COSTS = "a cost table"
     PICTURE = "a picture"
     TRACE = "a trace"
+    RESULT = "the result of a microbenchmark"
 
 
 _SUFFIXES = {
@@ -100,6 +101,7 @@ _SUFFIXES = {
     Written.COSTS: (".yaml", ".yml"),
     Written.PICTURE: (".png", ".svg"),
     Written.TRACE: (".json",),
+    Written.RESULT: (".json",),
 }
 _TOP_KEYS = {Written.PLAN: ("actions", "interleavings"), Written.COSTS: ("provenance", "items")}
 _HEAD = 4096  # bytes that tell a picture or a trace
@@ -163,6 +165,8 @@ def _is_of(kind: Written, path: Path) -> bool:
             head = file.read(_HEAD)
     except (OSError, UnicodeDecodeError):
         return False
+    if kind is Written.RESULT:
+        return head.lstrip().startswith(b"{") and b'"tessera_bench"' in head
     if kind is Written.TRACE:
         return head.lstrip().startswith(b"{") and b'"traceEvents"' in head
     return head.startswith(b"\x89PNG\r\n") or b"<svg" in head

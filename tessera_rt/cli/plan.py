@@ -54,7 +54,8 @@ DeviceName = Annotated[
     ),
 ]
 CostsFile = Annotated[
-    Path | None, typer.Option("--costs", help="Cost table to use instead, such as tessera profile writes.")
+    Path | None,
+    typer.Option("--costs", help="Cost table to use instead (tessera profile), or a GPU's figures (tessera bench)."),
 ]
 Pad = Annotated[
     str, typer.Option("--pad", help="groups or shadow: how micro-batches that pp does not divide are ordered.")

@@ -33,7 +33,7 @@ WORDS = (
     "tasks",
     "timeline",
 )
-ENTRY = ("cli", "demo", "emulate", "profile", "start", "train")  # may import all, nobody imports them
+ENTRY = ("bench_ranks", "cli", "demo", "emulate", "profile", "start", "train")  # may import all, nobody imports them
 # Who may import what besides itself: groups ("words"), or single modules of one ("moe.steps").
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "words": (),
