@@ -1,12 +1,14 @@
 """What compilers make of the kernels: every shipped configuration for sm_90 (Triton 3.6.0, 3.7.1, newest) and sm_100.
 
 Compiles offline, without a GPU; nothing is timed. Writes results/kernel_report.json, which tests compare with the
-sources. Other versions of Triton are expected in .cache/triton/<version> (the tests install them), else they are
-fetched by pip. Takes minutes per version; compiled code is kept in .cache/triton/compiled.
+sources, and compiles only what that file does not hold yet. Other versions of Triton are expected in
+.cache/triton/<version> (the tests install them), else they are fetched by pip. All anew takes about ten minutes per
+version and worker. A part of it, for one target: tessera kernels report.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -33,13 +35,21 @@ def environment(version: str) -> dict[str, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile")
+    workers = parser.parse_args().workers
     CACHE.mkdir(parents=True, exist_ok=True)
     (CACHE.parent / ".gitignore").write_text("*\n", encoding="utf-8")
     reports, failed = [], False
     for target, version in RUNS:
         part = CACHE / f"report-{target}-{version or 'newest'}.json"
+        part.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tessera_rt.kernels.inspection", "--target", target, "--out", str(part)]
-        done = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=environment(version), check=False)
+        command += ["--known", str(OUT)] if OUT.exists() else []
+        command += ["--workers", str(workers)]
+        done = subprocess.run(command, cwd=ROOT, env=environment(version), check=False)
+        if not part.exists():
+            return done.returncode or 1
         failed |= done.returncode != 0
         reports.append(json.loads(part.read_text(encoding="utf-8")))
     OUT.parent.mkdir(exist_ok=True)
@@ -50,12 +60,15 @@ def main() -> int:
 
 
 def _one_line_per_row(report: dict[str, object]) -> str:
-    """JSON whose long lists have one entry a line, so that a change reads as one."""
+    """JSON whose long lists and objects have one entry a line, so that a change reads as one."""
     parts = []
     for key, value in report.items():
         if isinstance(value, list):
             lines = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
             parts.append(f'"{key}": [\n{lines}\n]')
+        elif isinstance(value, dict):
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            parts.append(f'"{key}": {{\n{lines}\n}}')
         else:
             parts.append(f'"{key}": {json.dumps(value)}')
     return "{" + ",\n".join(parts) + "}"
