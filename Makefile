@@ -6,7 +6,9 @@ STAMP  := $(VENV)/.stamp
 
 # One thread per process: ranks are processes, and results must not depend on how many cores there are.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MPLBACKEND=Agg
-PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest
+# Two tests at a time; JOBS=0 runs them one by one, in this process.
+JOBS     ?= 2
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint format bench clean

@@ -18,6 +18,14 @@ settings.register_profile("ci", settings.get_profile("dev"), max_examples=80, pr
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `pytest -n 2 --dist loadgroup` keeps in one process: a file, and all tests that share the ranks."""
+    for item in items:
+        ranks = "pool" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """The worker processes of all multi-rank tests, at most 8 ranks."""
