@@ -1,4 +1,4 @@
-"""Upper bounds of the grouped products on H100 and B200, from bytes, operations, tiles and occupancy. Nothing is run.
+"""Upper bounds of the kernels on H100 and B200, from bytes, operations, tiles and occupancy. Nothing is run.
 
 Writes results/kernel_bounds.json and results/kernel_bounds.md. The occupancy of each configuration comes from
 results/kernel_report.json (made by bench_kernel_report.py).
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from tessera_rt.kernels.config_table import KERNELS, MINORS, WGRAD
 from tessera_rt.kernels.configs import Choice, config_for
-from tessera_rt.kernels.efficiency import PEAKS, Bound, bound_of
+from tessera_rt.kernels.efficiency import PEAKS, Bound, bound_of, data_work
 from tessera_rt.kernels.inspection import config_text
 from tessera_rt.kernels.shapes import RANKS, SHAPES, TOKENS_PER_RANK
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMUNICATION_SMS = 16
 
-NOTE = f"""# What the grouped products can reach at best
+NOTE = f"""# What the kernels can reach at best
 
 Bounds from sizes, not measurements: no kernel has been run on a GPU, and no GPU number is claimed. Each bound is
 min(peak x tile efficiency x wave efficiency, operations per byte x bandwidth); `kernels/efficiency.py` says what is
@@ -36,6 +36,8 @@ per SM whatever the occupancy, because the SM budget counts programs.
   of rows per expert on average.
 - *Wave* below 1: in the last round some SMs have no tile.
 - The weight gradient reads and writes fp32 main gradients once per call: with few rows per expert that is its limit.
+- The kernels that only move data (routing, gather-sum, bias gradient) have a least time, their bytes at full bandwidth;
+  those under about 5 microseconds are bound by their launch instead, which a captured graph makes cheaper.
 - The gathered weight gradient keeps two stages of copies in flight instead of the configured three (the row numbers are
   loaded in the loop too), so it will stay further below its bound than the others.
 """
@@ -70,7 +72,7 @@ def occupancy(target: str) -> dict[tuple[str, str, str], int]:
     return {
         (row["kernel"], row["model"], row["config"]): row["blocks_per_sm"]
         for row in newest["rows"]
-        if row["dtype"] == "bfloat16" and row["load"] == "tma"
+        if (row["dtype"] == "bfloat16" and row["load"] == "tma") or row["load"] == "pointer"
     }
 
 
@@ -93,11 +95,29 @@ def main() -> None:
             )  # fmt: skip
             text.append(f"| {' | '.join(cells)} |")
             rows.append(asdict(whole) | {"config": config, "blocks_per_sm": per_sm, "bound": whole.flops})
-        data[target] = rows
+        data[target] = rows + _data_rows(target, blocks, text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "kernel_bounds.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     (RESULTS / "kernel_bounds.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print("\n".join(text))
+
+
+def _data_rows(target: str, blocks: dict[tuple[str, str, str], int], text: list[str]) -> list[dict[str, object]]:
+    """The kernels that only move data: adds their table to the note, and returns its rows."""
+    text += ["", "| kernel | model | blocks/SM | MFLOP | MB | least time us |", "|" + "---|" * 6]
+    rows = []
+    for shape in SHAPES:
+        for kernel, work in data_work(shape).items():
+            (per_sm,) = {count for key, count in blocks.items() if key[:2] == (kernel, shape.name)}
+            microseconds = work.bytes / PEAKS[target].bandwidth * 1e6
+            cells = (kernel, shape.name, str(per_sm), f"{work.flops / 1e6:.1f}", f"{work.bytes / 1e6:.2f}",
+                     f"{microseconds:.2f}")  # fmt: skip
+            text.append(f"| {' | '.join(cells)} |")
+            rows.append(
+                {"kernel": kernel, "model": shape.name, "work": asdict(work), "blocks_per_sm": per_sm}
+                | {"least_microseconds": microseconds}
+            )
+    return rows
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def main() -> int:
     workers = parser.parse_args().workers
     CACHE.mkdir(parents=True, exist_ok=True)
     (CACHE.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-    reports, failed = [], False
+    former = json.loads(OUT.read_text(encoding="utf-8"))["reports"] if OUT.exists() else []
+    reports: list[dict[str, object]] = []
+    failed = False
     for target, version in RUNS:
         part = CACHE / f"report-{target}-{version or 'newest'}.json"
         part.unlink(missing_ok=True)
@@ -52,11 +54,18 @@ def main() -> int:
             return done.returncode or 1
         failed |= done.returncode != 0
         reports.append(json.loads(part.read_text(encoding="utf-8")))
+        made = {(report["target"], report["triton"]) for report in reports}
+        # An interrupted run keeps what it has made.
+        write([*reports, *(report for report in former if (report["target"], report["triton"]) not in made)])
+    write(reports)
+    print(f"wrote {OUT.relative_to(ROOT)}")
+    return int(failed)
+
+
+def write(reports: list[dict[str, object]]) -> None:
     OUT.parent.mkdir(exist_ok=True)
     text = ",\n".join(_one_line_per_row(report) for report in reports)
     OUT.write_text(f'{{"reports": [\n{text}\n]}}\n', encoding="utf-8")
-    print(f"wrote {OUT.relative_to(ROOT)}")
-    return int(failed)
 
 
 def _one_line_per_row(report: dict[str, object]) -> str:

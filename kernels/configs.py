@@ -34,15 +34,17 @@ class Choice:
     minor: str  # Triton's
 
 
-def triton_minor() -> str:
-    """Triton's version as the table knows it: newer ones count as the newest known, with a warning."""
-    major, minor = triton.__version__.split(".")[:2]
+def triton_minor(installed: str | None = None) -> str:
+    """A version of Triton (by default the installed one) as the table knows it: newer ones count as the newest known,
+    with a warning."""
+    installed = installed or triton.__version__
+    major, minor = installed.split(".")[:2]
     version = f"{major}.{minor}"
     if version in MINORS:
         return version
     newest = MINORS[-1]
     if (int(major), int(minor)) < tuple(map(int, MINORS[0].split("."))):
-        raise SpecError.of("kernels", [Problem("triton", triton.__version__, f"at least {MINORS[0]}")])
+        raise SpecError.of("kernels", [Problem("triton", installed, f"at least {MINORS[0]}")])
     warnings.warn(f"Triton {version} is newer than the configuration table; using those of {newest}", stacklevel=2)
     return newest
 

@@ -1,9 +1,10 @@
-"""Upper bounds of what a grouped product can reach on a GPU, from sizes alone: no measurement, no tuning.
+"""Upper bounds of what the kernels can reach on a GPU, from sizes alone: no measurement, no tuning.
 
-bound = min(peak x tile efficiency x wave efficiency, intensity x bandwidth). Tile efficiency is the share of the
-computed tiles that is wanted: rows of the last tile of each expert and columns past N are computed in vain. Wave
-efficiency is the share of the SMs' time that has a tile, tiles taking equally long. Real kernels stay below: prologue
-and epilogue, instruction issue, power limits and L2 misses are not in it.
+For the grouped products, bound = min(peak x tile efficiency x wave efficiency, intensity x bandwidth). Tile efficiency
+is the share of the computed tiles that is wanted: rows of the last tile of each expert and columns past N are computed
+in vain. Wave efficiency is the share of the SMs' time that has a tile, tiles taking equally long. Real kernels stay
+below: prologue and epilogue, instruction issue, power limits and L2 misses are not in it. The other kernels only move
+data: their bound is the time for their bytes at full bandwidth.
 """
 
 from __future__ import annotations
@@ -12,8 +13,23 @@ from dataclasses import dataclass
 from math import ceil
 
 from tessera_rt.kernels.config_table import WGRAD, Config
-from tessera_rt.kernels.shapes import ExpertShape
-from tessera_rt.kernels.work import Work, gate_backward_work, rows_gemm_work, wgrad_work
+from tessera_rt.kernels.routing import PLACE_BLOCK
+from tessera_rt.kernels.shapes import TOKENS_PER_RANK, ExpertShape
+from tessera_rt.kernels.work import (
+    Work,
+    bias_gradient_work,
+    choices_work,
+    gate_backward_work,
+    gather_sum_backward_work,
+    gather_sum_work,
+    per_expert_work,
+    router_weight_gradient_work,
+    rows_gemm_work,
+    tile_scan_work,
+    topk_work,
+    wgrad_work,
+    zero_tail_work,
+)
 
 HALF_BYTES, FLOAT_BYTES = 2, 4
 
@@ -124,3 +140,28 @@ def bound_of(
         compute_bound=peak.flops * sms / peak.sms * tile_efficiency * wave_efficiency,
         memory_bound=work.intensity * peak.bandwidth,
     )
+
+
+def data_work(shape: ExpertShape) -> dict[str, Work]:
+    """Operations and bytes of the kernels that are no products, by name: all tokens of a rank routed, activations in
+    bf16, scores in fp32. Zeroing the tail is charged for one row per expert."""
+    tokens, choices, rows, element = TOKENS_PER_RANK, TOKENS_PER_RANK * shape.top_k, shape.rows, HALF_BYTES
+    experts, local, h, tiles = shape.experts, shape.local_experts, shape.hidden, ceil(choices / PLACE_BLOCK)
+    score = {"tokens": tokens, "experts": experts, "top_k": shape.top_k, "element": FLOAT_BYTES}
+    counted = {"choices": choices, "tiles": tiles, "experts": experts}
+    return {
+        "topk_forward": topk_work(**score, backward=False),
+        "topk_backward": topk_work(**score, backward=True),
+        "histogram": choices_work(**counted, placed=False),
+        "tile_scan": tile_scan_work(tiles=tiles, experts=experts),
+        "offsets": per_expert_work(experts=experts, written=experts),
+        "place": choices_work(**counted, placed=True),
+        "tile_table": per_expert_work(experts=local, written=ceil(rows / 128) + local),
+        "gather_sum": gather_sum_work(rows=rows, tokens=tokens, h=h, element=element),
+        "gather_sum_backward": gather_sum_backward_work(rows=rows, h=h, element=element),
+        "router_weight_gradient": router_weight_gradient_work(
+            choices=choices, column_tiles=ceil(shape.intermediate / 128)
+        ),
+        "bias_gradient": bias_gradient_work(rows=rows, experts=local, n=h, element=element, out_element=FLOAT_BYTES),
+        "zero_tail": zero_tail_work(rows=local, n=h, element=element),
+    }

@@ -66,6 +66,8 @@ def gate_backward(
     if rows.rows == 0 or n == 0:
         return d_pre, act, sums
     table = rows.table(config.block_m)
+    kernel = gate_backward_any if choice.size == "any" else gate_backward_aligned
+    grid, trace = run.grid(kernel, grad.device, table.entries.numel() * column_tiles)
     options: dict[str, object] = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -79,23 +81,22 @@ def gate_backward(
         "HAS_SCALE": scale is not None,
         "WRITE_PARTIALS": partials,
         "PRECISION": precision(grad.dtype),
-        "TRACE": run.trace is not None,
+        "TRACE": trace is not None,
         **launch_options(config),
     }
-    grid = (run.programs(grad.device, table.entries.numel() * column_tiles),)
     flat_scale = None if scale is None else scale.contiguous()
     shared = (
-        pre.contiguous(), flat_scale, d_pre, act, sums, index, rows.offsets, table.entries, table.count, run.trace,
+        pre.contiguous(), flat_scale, d_pre, act, sums, index, rows.offsets, table.entries, table.count, trace,
     )  # fmt: skip
     if choice.size == "any":
-        gate_backward_any[grid](
+        kernel[grid](
             grad, weight, *shared, n, k, *grad.stride(), *weight.stride(), divisor, gate.alpha, gate.limit, **options
         )
     else:
         a = readable(grad)
         view, n_first = weight_view(weight)
         block_w = [1, config.block_n, config.block_k] if n_first else [1, config.block_k, config.block_n]
-        gate_backward_aligned[grid](
+        kernel[grid](
             a if gathers else plain(a, [config.block_m, config.block_k]),
             plain(view, block_w), *shared, n, k, a.stride(0), divisor, gate.alpha, gate.limit,
             N_FIRST=n_first, EVEN_K=k % config.block_k == 0, **options,

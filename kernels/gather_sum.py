@@ -32,10 +32,12 @@ def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, ru
         return out
     block_h = min(BLOCK_H, triton.next_power_of_2(y.shape[1]))
     tasks = triton.cdiv(tokens, BLOCK_T) * triton.cdiv(y.shape[1], block_h)
-    gather_sum_kernel[(run.programs(y.device, tasks),)](
-        y, position.contiguous(), None if weights is None else weights.contiguous(), out,
+    grid, trace = run.grid(gather_sum_kernel, y.device, tasks)
+    gather_sum_kernel[grid](
+        y, position.contiguous(), None if weights is None else weights.contiguous(), out, trace,
         tokens, y.shape[1], *y.stride(),
-        TOP_K=top_k, HAS_WEIGHTS=weights is not None, BLOCK_T=BLOCK_T, BLOCK_H=block_h, num_warps=WARPS,
+        TOP_K=top_k, HAS_WEIGHTS=weights is not None, BLOCK_T=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -60,10 +62,11 @@ def gather_sum_backward(
     if work == 0:
         return d_y, d_weights
     block_h = min(BLOCK_H, triton.next_power_of_2(max(y.shape[1], 1)))
-    gather_sum_backward_kernel[(run.programs(y.device, triton.cdiv(work, BLOCK_T)),)](
-        grad, y, weights.contiguous(), position.contiguous(), source, rows.offsets[-1:], d_y, d_weights,
+    grid, trace = run.grid(gather_sum_backward_kernel, y.device, triton.cdiv(work, BLOCK_T))
+    gather_sum_backward_kernel[grid](
+        grad, y, weights.contiguous(), position.contiguous(), source, rows.offsets[-1:], d_y, d_weights, trace,
         rows.rows, position.numel(), y.shape[1], max(position.shape[1], 1), *grad.stride(), *y.stride(),
-        BLOCK_R=BLOCK_T, BLOCK_H=block_h, num_warps=WARPS,
+        BLOCK_R=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None, num_warps=WARPS,
     )  # fmt: skip
     return d_y, d_weights
 
@@ -75,8 +78,9 @@ def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEF
         return out
     column_tiles = partials.shape[1]
     block_n = min(16, triton.next_power_of_2(max(column_tiles, 1)))
-    router_weight_gradient_kernel[(run.programs(out.device, triton.cdiv(out.numel(), 128)),)](
-        partials.contiguous(), position.contiguous(), out, out.numel(), column_tiles,
-        BLOCK=128, BLOCK_N=block_n, num_warps=4,
+    grid, trace = run.grid(router_weight_gradient_kernel, out.device, triton.cdiv(out.numel(), 128))
+    router_weight_gradient_kernel[grid](
+        partials.contiguous(), position.contiguous(), out, trace, out.numel(), column_tiles,
+        BLOCK=128, BLOCK_N=block_n, TRACE=trace is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -8,29 +8,38 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tessera_rt.kernels.work import Work, launch_metadata
+from tessera_rt.kernels.tile_loop import write_trace
+from tessera_rt.kernels.work import (
+    Work,
+    gather_sum_backward_work,
+    gather_sum_work,
+    launch_metadata,
+    router_weight_gradient_work,
+)
 
 
 def _sum_work(args: Mapping[str, Any]) -> Work:
     out, rows = args["out"], args["position"].numel()
-    return Work(2 * rows * args["H"], (rows + out.shape[0]) * args["H"] * out.element_size() + rows * 8)
+    return gather_sum_work(rows=rows, tokens=out.shape[0], h=args["H"], element=out.element_size())
 
 
 def _backward_work(args: Mapping[str, Any]) -> Work:
-    d_y, rows = args["d_y"], args["source"].numel()
-    return Work(3 * rows * args["H"], 3 * rows * args["H"] * d_y.element_size() + rows * 12)
+    return gather_sum_backward_work(rows=args["source"].numel(), h=args["H"], element=args["d_y"].element_size())
 
 
 def _router_work(args: Mapping[str, Any]) -> Work:
-    return Work(args["total"] * args["column_tiles"], args["total"] * (4 * args["column_tiles"] + 8))
+    return router_weight_gradient_work(choices=args["total"], column_tiles=args["column_tiles"])
 
 
 @triton.jit(launch_metadata=launch_metadata(_sum_work))
 def gather_sum_kernel(
-    y, position, weights, out, T, H, y_stride, yh_stride,
+    y, position, weights, out, trace, T, H, y_stride, yh_stride,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of weights[t, k] y[position[t, k]]: k ascending, in fp32, rounded once."""
+    if TRACE:
+        write_trace(trace)
     column_tiles = tl.cdiv(H, BLOCK_H)
     for tile in range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * column_tiles, tl.num_programs(0)):
         tokens = (tile // column_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -52,13 +61,15 @@ def gather_sum_kernel(
 
 @triton.jit(launch_metadata=launch_metadata(_backward_work))
 def gather_sum_backward_kernel(
-    grad, y, weights, position, source, end, d_y, d_weights, rows, choices, H, divisor,
-    gt_stride, gh_stride, yr_stride, yh_stride, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    grad, y, weights, position, source, end, d_y, d_weights, trace, rows, choices, H, divisor,
+    gt_stride, gh_stride, yr_stride, yh_stride, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """d_y[r] = weights[c] grad[c // divisor] and d_weights[c] = <y[r], grad[c // divisor]>, with c = source[r].
 
     Rows that belong to nobody get zeros, and so do the weights of dropped choices.
     """
+    if TRACE:
+        write_trace(trace)
     used = tl.load(end)
     for first in range(tl.program_id(0) * BLOCK_R, tl.maximum(rows, choices), tl.num_programs(0) * BLOCK_R):
         places = first + tl.arange(0, BLOCK_R)
@@ -84,9 +95,12 @@ def gather_sum_backward_kernel(
 
 @triton.jit(launch_metadata=launch_metadata(_router_work))
 def router_weight_gradient_kernel(
-    partials, position, out, total, column_tiles, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    partials, position, out, trace, total, column_tiles,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """out[c] = the sum of partials[position[c]], in blocks of BLOCK_N tiles, in order; 0 for dropped choices."""
+    if TRACE:
+        write_trace(trace)
     for first in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         choices = first + tl.arange(0, BLOCK)
         row = tl.load(position + choices, mask=choices < total, other=-1)

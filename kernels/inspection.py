@@ -1,5 +1,8 @@
 """The offline report: every shipped launch compiled for a target, what the compiler made of it, and what breaks a rule.
 
+Code that the compiler made is named by a hash of all that it depends on (``CodeNames``). A committed report holds what
+was found in each code, so that a later one compiles only what is not in it, and a test can say what is out of date.
+
 Run as a program in a process of its own (it must not be interpreting): ``python -m tessera_rt.kernels.inspection
 --target sm90 --out report.json``. ``tessera kernels report`` prints the same.
 """
@@ -7,12 +10,11 @@ Run as a program in a process of its own (it must not be interpreting): ``python
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
@@ -22,24 +24,35 @@ from typing import Any
 import triton
 
 from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.code_hash import CodeHashes
 from tessera_rt.kernels.config_table import HALF, Config
 from tessera_rt.kernels.configs import fingerprint, triton_minor
+from tessera_rt.kernels.launch import Launch
 from tessera_rt.kernels.offline import TARGETS, Compiled, Target, compile_for, target_named
-from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier
-from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
-from tessera_rt.kernels.shipped import Launch, shipped_launches
-
-PARTS = (
-    (HALF, ("large", "small", "any")),
-    (("float32",), ("large", "any")),
+from tessera_rt.kernels.ptx_checks import (
+    plain_loads_in_wait_loops,
+    releases_without_barrier,
+    waits_without_acquire,
 )
-"""Dtypes and size classes that are shipped; fp32 has one aligned configuration for both sizes."""
+from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
+from tessera_rt.kernels.shipped import shipped_launches
+
 LARGE_TILE = 128
+
+
+def layer_launches(arch: str, minor: str) -> Iterator[Launch]:
+    """Routing and the expert layer: all dtypes and size classes; fp32 has one aligned configuration for both sizes."""
+    yield from shipped_launches(arch, minor, dtypes=HALF, sizes=("large", "small", "any"))
+    yield from shipped_launches(arch, minor, dtypes=("float32",), sizes=("large", "any"))
+
+
+LISTS: tuple[Callable[[str, str], Iterator[Launch]], ...] = (layer_launches,)
+"""What is shipped, by group of kernels: functions of (architecture, Triton's minor version)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """The compiler's result for one key, without the text."""
+    """What is kept of the compiler's result: no text of the program."""
 
     registers: int
     spills: int
@@ -53,7 +66,11 @@ class Code:
     scalar_dot: bool
     unordered_releases: tuple[str, ...]
     plain_waits: tuple[str, ...]
-    footprint: Footprint
+    relaxed_waits: tuple[str, ...]
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint.of(self.registers, self.shared_bytes, self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +92,20 @@ class Row:
     store_bytes: int
     blocks_per_sm: int
     problems: tuple[str, ...]
+    code: str  # its name among the report's codes
+
+
+class CodeNames:
+    """Names of codes: hashes of the kernel's source with all it uses, the arguments and options (and so of the
+    configuration), and of the functions that read the compiler's result."""
+
+    def __init__(self) -> None:
+        self._hashes = CodeHashes()
+        self._reading = self._hashes.of("offline", "compile_for") + self._hashes.of("inspection", "code_of")
+
+    def of(self, launch: Launch) -> str:
+        source = self._hashes.of(launch.module, launch.function.__name__)
+        return hashlib.sha256(f"{source} {launch.key} {self._reading}".encode()).hexdigest()[:20]
 
 
 def code_of(compiled: Compiled) -> Code:
@@ -92,7 +123,7 @@ def code_of(compiled: Compiled) -> Code:
         scalar_dot=compiled.scalar_dot,
         unordered_releases=tuple(releases_without_barrier(compiled.ptx)),
         plain_waits=tuple(plain_loads_in_wait_loops(compiled.ptx)),
-        footprint=Footprint.of(compiled),
+        relaxed_waits=tuple(waits_without_acquire(compiled.ptx)),
     )
 
 
@@ -105,6 +136,9 @@ def problems_of(launch: Launch, code: Code, target: Target) -> tuple[str, ...]:
         problems.append(f"shared memory {code.shared_bytes} over the limit {target.shared_per_block}")
     problems += [f"release without a barrier before it: {line}" for line in code.unordered_releases]
     problems += [f"wait loop: {line}" for line in code.plain_waits]
+    problems += [f"wait without acquire: {line}" for line in code.relaxed_waits]
+    if code.store_bytes < launch.least_store_bytes:
+        problems.append(f"stores of {code.store_bytes} bytes, not {launch.least_store_bytes}")
     if not launch.is_product:
         return tuple(problems)
     if code.scalar_dot:
@@ -125,15 +159,21 @@ def problems_of(launch: Launch, code: Code, target: Target) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def compile_launches(launches: Iterable[Launch], target: Target, *, workers: int = 1) -> dict[str, Code]:
-    """Code by key. Launches with equal keys are compiled once; ``workers`` processes share the work."""
-    unique = {launch.key: launch for launch in launches}
+def compile_launches(
+    launches: Iterable[Launch], target: Target, *, known: Mapping[str, Code], workers: int = 1
+) -> dict[str, Code]:
+    """Code by name: those in ``known`` as they are, the others compiled, by ``workers`` processes."""
+    names = CodeNames()
+    unique = {names.of(launch): launch for launch in launches}
+    codes = {name: known[name] for name in unique if name in known}
+    missing = tuple(name for name in unique if name not in known)
     if workers == 1:
-        return {key: _compile(launch, target) for key, launch in unique.items()}
-    selections = [tuple(unique)[part::workers] for part in range(workers)]
+        return codes | {name: _compile(unique[name], target) for name in missing}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        parts = pool.map(_compile_selection, [target.name] * workers, selections)
-        return {key: code for part in parts for key, code in part.items()}
+        selections = [missing[part::workers] for part in range(workers)]
+        for part in pool.map(_compile_selection, [target.name] * workers, selections):
+            codes |= part
+    return codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +193,23 @@ class Selection:
 EVERYTHING = Selection()
 
 
-def all_launches(target: Target, selection: Selection = EVERYTHING) -> list[Launch]:
-    """What is shipped for a target, under the installed Triton. The kernels that are no products come once."""
-    minor = triton_minor()
+def all_launches(target: Target, selection: Selection = EVERYTHING, *, minor: str | None = None) -> list[Launch]:
+    """What is shipped for a target, under a version of Triton (by default the installed one), each launch once."""
+    minor = minor or triton_minor()
     launches: dict[tuple[str, ...], Launch] = {}
-    for dtypes, sizes in PARTS:
-        for launch in shipped_launches(target.name, minor, dtypes=dtypes, sizes=sizes):
-            name = (launch.kernel, launch.model, launch.dtype, launch.size, launch.load, launch.sizes)
+    for shipped in LISTS:
+        for launch in shipped(target.name, minor):
+            name = (launch.kernel, launch.model, launch.dtype, launch.size, launch.load, launch.sizes, launch.key)
             launches.setdefault(name, launch)
     return [launch for launch in launches.values() if selection.takes(launch)]
 
 
 def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[Row]:
     """One row per launch."""
-    rows = []
+    rows, names = [], CodeNames()
     for launch in launches:
-        code = codes[launch.key]
+        name = names.of(launch)
+        code = codes[name]
         rows.append(
             Row(
                 kernel=launch.kernel,
@@ -186,6 +227,7 @@ def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Targ
                 store_bytes=code.store_bytes,
                 blocks_per_sm=blocks_per_sm(code.footprint, target),
                 problems=problems_of(launch, code, target),
+                code=name,
             )
         )
     return rows
@@ -194,9 +236,10 @@ def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Targ
 def sharing_pairs(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[list[str]]:
     """Pairs of launches whose blocks fit on one SM together: a product of the large class with any other kernel."""
     named: dict[tuple[Footprint, bool], str] = {}
+    names = CodeNames()
     for launch in launches:
         label = f"{launch.kernel}/{launch.load} {config_text(launch.config)} {launch.dtype}"
-        named.setdefault((codes[launch.key].footprint, launch.is_product and launch.size == "large"), label)
+        named.setdefault((codes[names.of(launch)].footprint, launch.is_product and launch.size == "large"), label)
     large = [(label, footprint) for (footprint, is_large), label in named.items() if is_large]
     return [
         [label, other]
@@ -214,30 +257,35 @@ def config_text(config: Config) -> str:
     return text if config.slices == 4 else f"{text} slices {config.slices}"
 
 
-def source_hash() -> str:
-    """sha256 of the kernels' code (comments and layout left out), with which a committed report is compared."""
-    folder = Path(__file__).parent
-    names = ["activations.py", "config_table.py", "shapes.py", "shipped.py", "tile_loop.py"]
-    files = sorted([*folder.glob("*_kernels.py"), *(folder / name for name in names)])
-    text = "".join(f"{file.name}\n{ast.dump(ast.parse(file.read_text(encoding='utf-8')))}" for file in files)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def report(target: Target, *, selection: Selection = EVERYTHING, workers: int = 1) -> dict[str, Any]:
-    """The report as plain data. Raises SpecError in a process that interprets kernels."""
+def report(
+    target: Target, *, selection: Selection = EVERYTHING, known: Mapping[str, Code] | None = None, workers: int = 1
+) -> dict[str, Any]:
+    """The report as plain data. ``known``: codes that this Triton made for this target before (``known_codes``).
+    Raises SpecError in a process that interprets kernels."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SpecError.of(
             "kernels report", [Problem("TRITON_INTERPRET", "1", "unset: interpreted kernels have no code")]
         )
     launches = all_launches(target, selection)
-    codes = compile_launches(launches, target, workers=workers)
+    codes = compile_launches(launches, target, known=known or {}, workers=workers)
     return {
         "target": target.name,
         "triton": triton.__version__,
-        "source": source_hash(),
         "fingerprint": fingerprint(target.name, triton_minor()),
+        "codes": {name: asdict(code) for name, code in sorted(codes.items())},
         "rows": [asdict(row) for row in report_rows(launches, codes, target)],
         "sharing": sharing_pairs(launches, codes, target),
+    }
+
+
+def known_codes(reports: Iterable[Mapping[str, Any]], target: Target, version: str) -> dict[str, Code]:
+    """The codes in reports of the target and of this version of Triton."""
+    texts = ("unordered_releases", "plain_waits", "relaxed_waits")
+    return {
+        name: Code(**(code | {text: tuple(code[text]) for text in texts}))
+        for entry in reports
+        if entry["target"] == target.name and entry["triton"] == version
+        for name, code in entry.get("codes", {}).items()
     }
 
 
@@ -245,28 +293,37 @@ def _compile(launch: Launch, target: Target) -> Code:
     return code_of(compile_for(target, launch.function, launch.args, launch.options))
 
 
-def _compile_selection(target_name: str, keys: Sequence[str]) -> dict[str, Code]:
+def _compile_selection(target_name: str, wanted: Sequence[str]) -> dict[str, Code]:
     """In a worker: builds the launches again, because they hold kernels, which cannot be sent."""
-    target = target_named(target_name)
-    unique = {launch.key: launch for launch in all_launches(target)}
-    return {key: _compile(unique[key], target) for key in keys}
+    target, names = target_named(target_name), CodeNames()
+    unique = {names.of(launch): launch for launch in all_launches(target)}
+    return {name: _compile(unique[name], target) for name in wanted}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--known", type=Path, help="a file with former reports: their codes are not compiled again")
     parser.add_argument("--out", type=Path, required=True)
     for field in fields(Selection):
         parser.add_argument(f"--{field.name}", action="append", default=[], help="only these (may be repeated)")
     options = parser.parse_args(argv)
     selection = Selection(**{field.name: tuple(getattr(options, field.name)) for field in fields(Selection)})
-    result = report(target_named(options.target), selection=selection, workers=options.workers)
+    target, former = target_named(options.target), []
+    if options.known is not None:
+        former = json.loads(options.known.read_text(encoding="utf-8"))["reports"]
+    known = known_codes(former, target, triton.__version__)
+    result = report(target, selection=selection, known=known, workers=options.workers)
     options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     broken = [row for row in result["rows"] if row["problems"]]
     for row in broken:
         print(row["kernel"], row["model"], row["dtype"], row["size"], row["load"], row["config"], row["problems"])
-    print(f"{result['target']} Triton {result['triton']}: {len(result['rows'])} rows, {len(broken)} with problems")
+    compiled = sum(name not in known for name in result["codes"])
+    print(
+        f"{result['target']} Triton {result['triton']}: {len(result['rows'])} rows, {len(broken)} with problems; "
+        f"{compiled} of {len(result['codes'])} codes compiled"
+    )
     return 1 if broken else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +12,26 @@ from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import SmBudget, device_budget
 from tessera_rt.kernels.config_table import Config
 from tessera_rt.kernels.descriptors import is_aligned
+from tessera_rt.kernels.trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a product is launched: all of it optional. ``config`` replaces the table's; ``trace`` [programs, 2] int32
-    receives each program's number and SM."""
+    """How kernels are launched: all of it optional. ``config`` replaces the table's; ``trace`` receives the number and
+    SM of each program of every launch."""
 
     budget: SmBudget | None = None
     config: Config | None = None
-    trace: Tensor | None = None
+    trace: Trace | None = None
 
-    def programs(self, device: torch.device, tasks: int) -> int:
-        """The grid: at most the budget's SMs. Raises SpecError for a trace with fewer rows than programs."""
-        count = (self.budget or device_budget(device)).programs(tasks)
-        if self.trace is not None and (self.trace.shape[0] < count or self.trace.dtype != torch.int32):
-            given = (tuple(self.trace.shape), str(self.trace.dtype))
-            raise SpecError.of("trace", [Problem("trace", given, f"int32 [{count} or more, 2]")])
-        return count
+    def grid(self, kernel: Any, device: torch.device, tasks: int) -> tuple[tuple[int], Tensor | None]:
+        """The grid of a launch of ``kernel``, at most the budget's SMs, and its part of the trace."""
+        programs = (self.budget or device_budget(device)).programs(tasks)
+        if self.trace is None:
+            return (programs,), None
+        return (programs,), self.trace.places(kernel.__name__, programs, device)
 
 
 DEFAULT_RUN = Run()

@@ -1,6 +1,6 @@
 """Faults of signalling code that the interpreter cannot show: it runs in order and ignores fences.
 
-Two checks read PTX; they are conservative about what they understand: straight-line text between labels and branches.
+Three checks read PTX; they are conservative about what they understand: straight-line text between labels and branches.
 One reads the source, because the compiler drops a loop that waits by a plain load before there is any PTX.
 """
 
@@ -19,6 +19,7 @@ _BRANCH = re.compile(r"^(?:@(!?)(%\w+)\s+)?bra(?:\.uni)?\s+(\$?[\w$]+)\s*;")
 _TARGETS = re.compile(r"^(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[\w]+)")
 _POLL = re.compile(r"\b(?:ld|atom|mbarrier)\b")
 _WORK = re.compile(r"^(?:@!?%\w+\s+)?(?:st|red|bar|barrier|cp|add|sub|mad|fma|mul|wgmma|mma|tcgen05)\b")
+_STRONG_POLL = re.compile(r"\b(?:ld|atom)\b(?=[\w.:]*\.(?:volatile|relaxed|acquire|acq_rel)\b)(?=[\w.:]*global)")
 _LOAD = re.compile(r"\bld\.(?P<how>[\w.:]*).*\[\s*(?P<address>%\w+)")
 
 
@@ -44,9 +45,7 @@ def plain_loads_in_wait_loops(ptx: str) -> list[str]:
     """Spinning loops that poll by a plain load of a fixed address, or that have nothing left that could end them: both
     can spin forever. A spinning loop writes no memory, has no barrier and counts nothing."""
     found = []
-    for loop in _loops(_statements(ptx)):
-        if any(_WORK.match(line) for line in loop.body):
-            continue
+    for loop in _spinning_loops(ptx):
         written = {register for line in loop.body for register in _written(line)}
         polls = [line for line in loop.body if _POLL.search(line)]
         for line in polls:
@@ -57,6 +56,17 @@ def plain_loads_in_wait_loops(ptx: str) -> list[str]:
                     found.append(line)
         if not polls:
             found.append(f"loop {loop.label} polls nothing")
+    return found
+
+
+def waits_without_acquire(ptx: str) -> list[str]:
+    """Polls of global memory in loops none of whose polls acquires: what is read after such a wait may be old. A loop
+    that also counts its polls is one too."""
+    found = []
+    for loop in _loops(_statements(ptx)):
+        polls = [line for line in loop.body if _STRONG_POLL.search(line)]
+        if polls and not any(".acquire" in line or ".acq_rel" in line for line in polls):
+            found += polls
     return found
 
 
@@ -81,6 +91,10 @@ def plain_waits_in_source(source: str) -> list[str]:
 class _Loop:
     label: str
     body: Sequence[str]
+
+
+def _spinning_loops(ptx: str) -> Iterator[_Loop]:
+    return (loop for loop in _loops(_statements(ptx)) if not any(_WORK.match(line) for line in loop.body))
 
 
 def _loops(lines: Sequence[str]) -> Iterator[_Loop]:

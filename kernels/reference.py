@@ -33,7 +33,7 @@ def topk(
     if bias is not None:
         choice = choice + bias.to(precision)
     if rule.groups > 1:
-        grouped = choice.unflatten(-1, (rule.groups, -1))
+        grouped = choice.reshape(*choice.shape[:-1], rule.groups, choice.shape[-1] // rule.groups)
         best = grouped.sort(dim=-1, descending=True, stable=True).values
         of_group = best[..., :2].sum(-1) if rule.group_score == "top2" else best[..., 0]
         kept = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : rule.keep_groups]
@@ -54,7 +54,10 @@ def topk(
 
 
 def topk_backward(grad: Tensor, logits: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
-    """Gradient [T, E] of the logits for that of the weights ``grad`` [T, K], the choice ``ids`` being fixed."""
+    """Gradient [T, E] of the logits for that of the weights ``grad`` [T, K], the choice being fixed.
+
+    ``ids`` are those that ``topk`` returned: choices that were dropped later keep theirs and have a zero in ``grad``.
+    """
     with torch.enable_grad():
         leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
         safe = ids.clamp(min=0).long()

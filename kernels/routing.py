@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.kernels.budget import SmBudget, architecture, device_budget
+from tessera_rt.kernels.budget import SmBudget, architecture
 from tessera_rt.kernels.configs import tile_heights
+from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
     histogram_kernel,
@@ -26,6 +27,7 @@ from tessera_rt.kernels.routing_kernels import (
     topk_backward_kernel,
     topk_forward_kernel,
 )
+from tessera_rt.kernels.trace import Trace
 
 BLOCK_T = 4  # tokens per program of the choice
 PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
@@ -38,6 +40,7 @@ def topk(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     budget: SmBudget | None = None,
+    trace: Trace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E], any strides."""
     experts = _checked_logits(logits, rule)
@@ -46,13 +49,15 @@ def topk(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return ids, weights
-    budget = budget or device_budget(logits.device)
-    topk_forward_kernel[(budget.programs(triton.cdiv(tokens, BLOCK_T)),)](
+    run = Run(budget, trace=trace)
+    grid, places = run.grid(topk_forward_kernel, logits.device, triton.cdiv(tokens, BLOCK_T))
+    topk_forward_kernel[grid](
         logits,
         None if bias is None else bias.contiguous(),
         None if mask is None else mask.contiguous().view(torch.int8),
         ids,
         weights,
+        places,
         tokens,
         logits.stride(0),
         logits.stride(1),
@@ -65,13 +70,20 @@ def topk(
         HAS_BIAS=bias is not None,
         HAS_MASK=mask is not None,
         BLOCK_G=triton.next_power_of_2(rule.groups),
+        TRACE=places is not None,
         **_rule_options(rule, experts),
     )
     return ids, weights
 
 
 def topk_backward(
-    grad: Tensor, logits: Tensor, ids: Tensor, rule: RouterRule, *, budget: SmBudget | None = None
+    grad: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    rule: RouterRule,
+    *,
+    budget: SmBudget | None = None,
+    trace: Trace | None = None,
 ) -> Tensor:
     """``reference.topk_backward``: gradient [T, E] in the logits' dtype for ``grad`` [T, K], any strides."""
     experts = _checked_logits(logits, rule)
@@ -79,12 +91,14 @@ def topk_backward(
     tokens = logits.shape[0]
     if tokens == 0:
         return out
-    budget = budget or device_budget(logits.device)
-    topk_backward_kernel[(budget.programs(triton.cdiv(tokens, BLOCK_T)),)](
+    run = Run(budget, trace=trace)
+    grid, places = run.grid(topk_backward_kernel, logits.device, triton.cdiv(tokens, BLOCK_T))
+    topk_backward_kernel[grid](
         grad,
         logits,
         ids.contiguous(),
         out,
+        places,
         tokens,
         grad.stride(0),
         grad.stride(1),
@@ -92,18 +106,21 @@ def topk_backward(
         logits.stride(1),
         rule.eps,
         rule.scale,
+        TRACE=places is not None,
         **_rule_options(rule, experts),
     )
     return out
 
 
-def place(ids: Tensor, experts: int, *, budget: SmBudget | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def place(
+    ids: Tensor, experts: int, *, budget: SmBudget | None = None, trace: Trace | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.place``: position [T, K], source [T K], offsets [E + 1], int32, of choices ``ids`` [T, K]."""
     if not 1 <= experts <= MAX_EXPERTS:
         raise SpecError.of("place", [Problem("experts", experts, f"from 1 to {MAX_EXPERTS}")])
     if ids.numel() >= 1 << 31:
         raise SpecError.of("place", [Problem("tokens x top_k", ids.numel(), "below 2^31")])
-    budget = budget or device_budget(ids.device)
+    run = Run(budget, trace=trace)
     total, top_k = ids.numel(), ids.shape[1]
     position = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     source = torch.empty(total, dtype=torch.int32, device=ids.device)
@@ -114,13 +131,15 @@ def place(ids: Tensor, experts: int, *, budget: SmBudget | None = None) -> tuple
     before = torch.empty(tiles, experts, dtype=torch.int32, device=ids.device)
     totals = torch.empty(experts, dtype=torch.int32, device=ids.device)
     shape = (total, tiles, experts, top_k, ids.stride(0), ids.stride(1))
-    histogram_kernel[(budget.programs(tiles),)](ids, before, *shape, BLOCK=PLACE_BLOCK, BLOCK_E=32, num_warps=4)
-    scan_grid = (budget.programs(triton.cdiv(experts, 32)),)
-    tile_scan_kernel[scan_grid](before, totals, tiles, experts, BLOCK_T=64, BLOCK_E=32, num_warps=4)
-    offsets_kernel[(1,)](totals, offsets, experts, BLOCK_E=triton.next_power_of_2(experts), num_warps=4)
-    place_kernel[(budget.programs(tiles),)](
-        ids, before, offsets, position, source, *shape, BLOCK=PLACE_BLOCK, num_warps=4
-    )
+    shared: dict[str, object] = {"TRACE": trace is not None, "num_warps": 4}
+    grid, places = run.grid(histogram_kernel, ids.device, tiles)
+    histogram_kernel[grid](ids, before, places, *shape, BLOCK=PLACE_BLOCK, BLOCK_E=32, **shared)
+    grid, places = run.grid(tile_scan_kernel, ids.device, triton.cdiv(experts, 32))
+    tile_scan_kernel[grid](before, totals, places, tiles, experts, BLOCK_T=64, BLOCK_E=32, **shared)
+    grid, places = run.grid(offsets_kernel, ids.device, 1)
+    offsets_kernel[grid](totals, offsets, places, experts, BLOCK_E=triton.next_power_of_2(experts), **shared)
+    grid, places = run.grid(place_kernel, ids.device, tiles)
+    place_kernel[grid](ids, before, offsets, position, source, places, *shape, BLOCK=PLACE_BLOCK, **shared)
     return position, source, offsets
 
 
@@ -137,10 +156,17 @@ class Routed:
         return self.position.shape[1]
 
 
-def route_rows(ids: Tensor, experts: int, *, block_ms: Sequence[int] = (), budget: SmBudget | None = None) -> Routed:
+def route_rows(
+    ids: Tensor,
+    experts: int,
+    *,
+    block_ms: Sequence[int] = (),
+    budget: SmBudget | None = None,
+    trace: Trace | None = None,
+) -> Routed:
     """``place`` and ``expert_rows`` of choices ``ids`` [T, K] over a buffer of T K rows."""
-    position, source, offsets = place(ids, experts, budget=budget)
-    return Routed(position, source, expert_rows(offsets, ids.numel(), block_ms))
+    position, source, offsets = place(ids, experts, budget=budget, trace=trace)
+    return Routed(position, source, expert_rows(offsets, ids.numel(), block_ms, trace=trace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +202,7 @@ class ExpertRows:
         raise SpecError.of("expert rows", [Problem("block_m", block_m, f"one of {have}", "pass it to expert_rows")])
 
 
-def tile_table(offsets: Tensor, rows: int, block_m: int) -> TileTable:
+def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None = None) -> TileTable:
     """``reference.tile_table`` on the device, for at most ``rows`` rows."""
     if rows > block_m << 16:
         raise SpecError.of("tile table", [Problem("rows", rows, f"at most {block_m << 16} with tiles of {block_m}")])
@@ -185,15 +211,19 @@ def tile_table(offsets: Tensor, rows: int, block_m: int) -> TileTable:
     entries = torch.empty(most, dtype=torch.int32, device=offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=offsets.device)
     block_e = triton.next_power_of_2(experts)
-    tile_table_kernel[(1,)](offsets, entries, count, experts, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4)
+    grid, places = Run(trace=trace).grid(tile_table_kernel, offsets.device, 1)
+    tile_table_kernel[grid](
+        offsets, entries, count, places, experts,
+        BLOCK_M=block_m, BLOCK_E=block_e, TRACE=trace is not None, num_warps=4,
+    )  # fmt: skip
     return TileTable(block_m, entries, count)
 
 
-def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = ()) -> ExpertRows:
+def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = (), *, trace: Trace | None = None) -> ExpertRows:
     """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows, by default for every tile height that
     the configurations of this device have."""
     block_ms = block_ms or tile_heights(architecture(offsets.device))
-    return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m) for block_m in block_ms))
+    return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m, trace=trace) for block_m in block_ms))
 
 
 def _checked_logits(logits: Tensor, rule: RouterRule) -> int:

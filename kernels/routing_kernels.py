@@ -12,28 +12,31 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tessera_rt.kernels.work import Work, launch_metadata
+from tessera_rt.kernels.tile_loop import write_trace
+from tessera_rt.kernels.work import Work, choices_work, launch_metadata, per_expert_work, tile_scan_work, topk_work
 
 
 def _topk_work(args: Mapping[str, Any]) -> Work:
-    """Each round compares a row's scores twice; the logits are read once."""
-    scores, chosen = args["T"] * args["EXPERTS"], args["T"] * args["TOP_K"]
-    passes = 2 if "out" in args else 1  # the backward writes as many as it reads
-    return Work(scores * (2 * args["TOP_K"] + 4), scores * args["logits"].element_size() * passes + chosen * 8)
+    return topk_work(
+        tokens=args["T"],
+        experts=args["EXPERTS"],
+        top_k=args["TOP_K"],
+        element=args["logits"].element_size(),
+        backward="out" in args,
+    )
 
 
 def _choices_work(args: Mapping[str, Any]) -> Work:
-    """Histogram and placement: no floating point; ids, the counts of every tile, and position with source."""
-    return Work(0, args["total"] * (12 if "position" in args else 4) + args["tiles"] * args["EXPERTS"] * 4)
+    return choices_work(choices=args["total"], tiles=args["tiles"], experts=args["EXPERTS"], placed="position" in args)
 
 
 def _scan_work(args: Mapping[str, Any]) -> Work:
-    return Work(0, (2 * args["tiles"] + 1) * args["EXPERTS"] * 4)
+    return tile_scan_work(tiles=args["tiles"], experts=args["EXPERTS"])
 
 
 def _experts_work(args: Mapping[str, Any]) -> Work:
-    entries = args["entries"].numel() if "entries" in args else args["EXPERTS"]
-    return Work(0, (args["EXPERTS"] + entries + 1) * 4)
+    written = args["entries"].numel() if "entries" in args else args["EXPERTS"]
+    return per_expert_work(experts=args["EXPERTS"], written=written)
 
 
 LOWEST = tl.constexpr(-2147483648)  # below the key of every value
@@ -94,13 +97,15 @@ def open_groups(key, columns, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP:
 
 @triton.jit(launch_metadata=launch_metadata(_topk_work))
 def topk_forward_kernel(
-    logits, bias, mask, ids, weights, T, t_stride, e_stride, eps, scale,
+    logits, bias, mask, ids, weights, trace, T, t_stride, e_stride, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, AFTER_TOPK: tl.constexpr,
     RENORMALIZE: tl.constexpr, BY_LOGITS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, TOP2: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """TOP_K rounds of (highest key, lowest column): equal to a stable descending sort, for any input."""
+    if TRACE:
+        write_trace(trace)
     columns, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     valid = (columns < EXPERTS)[None, :]
     for first in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
@@ -144,11 +149,13 @@ def topk_forward_kernel(
 
 @triton.jit(launch_metadata=launch_metadata(_topk_work))
 def topk_backward_kernel(
-    grad, logits, ids, out, T, gt_stride, gk_stride, t_stride, e_stride, eps, scale,
+    grad, logits, ids, out, trace, T, gt_stride, gk_stride, t_stride, e_stride, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, AFTER_TOPK: tl.constexpr,
-    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the logits, the choice being fixed; rows of tokens that were not routed get zeros."""
+    if TRACE:
+        write_trace(trace)
     columns, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     valid = (columns < EXPERTS)[None, :]
     for first in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
@@ -202,10 +209,12 @@ def chosen_experts(ids, entries, total, EXPERTS, TOP_K, t_stride, k_stride):
 
 @triton.jit(launch_metadata=launch_metadata(_choices_work))
 def histogram_kernel(
-    ids, counts, total, tiles, EXPERTS, TOP_K, t_stride, k_stride,
-    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    ids, counts, trace, total, tiles, EXPERTS, TOP_K, t_stride, k_stride,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """counts [tiles, E]: how often each expert was chosen in each tile of BLOCK choices."""
+    if TRACE:
+        write_trace(trace)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         entries = tile * BLOCK + tl.arange(0, BLOCK)
         expert = chosen_experts(ids, entries, total, EXPERTS, TOP_K, t_stride, k_stride)
@@ -216,8 +225,12 @@ def histogram_kernel(
 
 
 @triton.jit(launch_metadata=launch_metadata(_scan_work))
-def tile_scan_kernel(counts, totals, tiles, EXPERTS, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+def tile_scan_kernel(
+    counts, totals, trace, tiles, EXPERTS, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, TRACE: tl.constexpr
+):
     """Replaces counts [tiles, E] by the sum over earlier tiles, in place; totals [E] gets the sum over all."""
+    if TRACE:
+        write_trace(trace)
     for first in range(tl.program_id(0) * BLOCK_E, EXPERTS, tl.num_programs(0) * BLOCK_E):
         columns = first + tl.arange(0, BLOCK_E)
         before = tl.zeros((BLOCK_E,), tl.int32)
@@ -232,8 +245,10 @@ def tile_scan_kernel(counts, totals, tiles, EXPERTS, BLOCK_T: tl.constexpr, BLOC
 
 
 @triton.jit(launch_metadata=launch_metadata(_experts_work))
-def offsets_kernel(totals, offsets, EXPERTS, BLOCK_E: tl.constexpr):
+def offsets_kernel(totals, offsets, trace, EXPERTS, BLOCK_E: tl.constexpr, TRACE: tl.constexpr):
     """offsets [E + 1]: where each expert's rows start, and how many there are in all. One program."""
+    if TRACE:
+        write_trace(trace)
     columns = tl.arange(0, BLOCK_E)
     count = tl.load(totals + columns, mask=columns < EXPERTS, other=0)
     end = tl.cumsum(count, axis=0)
@@ -243,9 +258,12 @@ def offsets_kernel(totals, offsets, EXPERTS, BLOCK_E: tl.constexpr):
 
 @triton.jit(launch_metadata=launch_metadata(_choices_work))
 def place_kernel(
-    ids, before, offsets, position, source, total, tiles, EXPERTS, TOP_K, t_stride, k_stride, BLOCK: tl.constexpr,
+    ids, before, offsets, position, source, trace, total, tiles, EXPERTS, TOP_K, t_stride, k_stride,
+    BLOCK: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Row of each choice: its expert's offset, the choices in earlier tiles, the earlier ones in this tile."""
+    if TRACE:
+        write_trace(trace)
     rows = tl.load(offsets + EXPERTS)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         numbers = tl.arange(0, BLOCK)
@@ -263,8 +281,12 @@ def place_kernel(
 
 
 @triton.jit(launch_metadata=launch_metadata(_experts_work))
-def tile_table_kernel(offsets, entries, count, EXPERTS, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+def tile_table_kernel(
+    offsets, entries, count, trace, EXPERTS, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, TRACE: tl.constexpr
+):
     """entries: expert << 16 | number of every tile of BLOCK_M rows; count [1]: how many. One program."""
+    if TRACE:
+        write_trace(trace)
     columns = tl.arange(0, BLOCK_E)
     inside = columns < EXPERTS
     rows = tl.load(offsets + columns + 1, mask=inside, other=0) - tl.load(offsets + columns, mask=inside, other=0)

@@ -65,6 +65,8 @@ def rows_gemm(
     choice = choose(name, x, rows.rows, rows.experts, aligned=aligned, gather=index is not None, gate=gate)
     config = run.config or config_for(choice)
     table = rows.table(config.block_m)
+    kernel = rows_gemm_any if choice.size == "any" else rows_gemm_aligned
+    grid, trace = run.grid(kernel, x.device, table.entries.numel() * triton.cdiv(n, config.block_n))
     options: dict[str, object] = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -78,17 +80,15 @@ def rows_gemm(
         "SAVE_PRE": save_pre,
         "WRITE_OUT": write_out,
         "PRECISION": precision(x.dtype),
-        "TRACE": run.trace is not None,
+        "TRACE": trace is not None,
         **launch_options(config),
     }
-    tasks = table.entries.numel() * triton.cdiv(n, config.block_n)
-    grid = (run.programs(x.device, tasks),)
     # A launch needs some tensor for ``out``, which gives the dtype; nothing is stored there without write_out.
     target = out if write_out else pre
     shared = (None if bias is None else bias.contiguous(), target, pre, index, rows.offsets, table.entries, table.count)
     if choice.size == "any":
-        rows_gemm_any[grid](
-            x, weight, *shared, run.trace, n, k, *x.stride(), *weight.stride(), divisor, gate.alpha, gate.limit,
+        kernel[grid](
+            x, weight, *shared, trace, n, k, *x.stride(), *weight.stride(), divisor, gate.alpha, gate.limit,
             **options,
         )  # fmt: skip
     else:
@@ -96,10 +96,10 @@ def rows_gemm(
         view, n_first = weight_view(weight)
         block_w = _weight_block(config.block_n, config.block_k, n_first, gate)
         if gate.gated and not gate.interleaved:
-            view = view.unflatten(1 if n_first else 2, (2, n))
+            view = view.view(rows.experts, 2, n, k) if n_first else view.view(rows.experts, k, 2, n)
         a_operand = a if index is not None else plain(a, [config.block_m, config.block_k])
-        rows_gemm_aligned[grid](
-            a_operand, plain(view, block_w), *shared, run.trace,
+        kernel[grid](
+            a_operand, plain(view, block_w), *shared, trace,
             n, k, a.stride(0), divisor, gate.alpha, gate.limit,
             N_FIRST=n_first, EVEN_K=k % config.block_k == 0, **options,
         )  # fmt: skip
@@ -112,8 +112,11 @@ def rows_gemm(
 
 def zero_rows_behind(tensor: Tensor, rows: ExpertRows, run: Run = DEFAULT_RUN) -> None:
     """Zeros in the rows of ``tensor`` [R, N] (contiguous) that belong to no expert."""
-    grid = (run.programs(tensor.device, triton.cdiv(rows.rows, 32)),)
-    zero_tail_kernel[grid](tensor, rows.offsets[-1:], rows.rows, tensor.shape[1], BLOCK_M=32, BLOCK_N=128, num_warps=8)
+    grid, trace = run.grid(zero_tail_kernel, tensor.device, triton.cdiv(rows.rows, 32))
+    zero_tail_kernel[grid](
+        tensor, rows.offsets[-1:], trace, rows.rows, tensor.shape[1],
+        BLOCK_M=32, BLOCK_N=128, TRACE=trace is not None, num_warps=8,
+    )  # fmt: skip
 
 
 def _weight_block(block_n: int, block_k: int, n_first: bool, gate: Gate) -> list[int]:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tessera_rt.kernels.activations import activate
 from tessera_rt.kernels.tile_loop import place_of_tile, rows_of_tile, write_trace
-from tessera_rt.kernels.work import Work, launch_metadata, rows_gemm_work
+from tessera_rt.kernels.work import Work, launch_metadata, rows_gemm_work, zero_tail_work
 
 
 def _work(args: Mapping[str, Any]) -> Work:
@@ -35,7 +35,7 @@ def _work(args: Mapping[str, Any]) -> Work:
 
 def _tail_work(args: Mapping[str, Any]) -> Work:
     """At most: how many rows belong to nobody is known to the device only."""
-    return Work(0, args["rows"] * args["width"] * args["out"].element_size())
+    return zero_tail_work(rows=args["rows"], n=args["width"], element=args["out"].element_size())
 
 
 @triton.jit
@@ -217,8 +217,10 @@ def rows_gemm_any(
 
 
 @triton.jit(launch_metadata=launch_metadata(_tail_work))
-def zero_tail_kernel(out, end, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def zero_tail_kernel(out, end, trace, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr):
     """Zeros in the rows that belong to nobody, from ``end`` [1] to ``rows``."""
+    if TRACE:
+        write_trace(trace)
     first = tl.load(end)
     for block in range(first + tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
         place = block + tl.arange(0, BLOCK_M)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tessera_rt.kernels.offline import RESERVED_SHARED, Compiled, Target
+from tessera_rt.kernels.offline import RESERVED_SHARED, Target
 
 _REGISTERS_PER_ALLOCATION = 256  # registers are given out per warp in this many
 
@@ -22,9 +22,11 @@ class Footprint:
     threads: int
 
     @classmethod
-    def of(cls, compiled: Compiled) -> Footprint:
-        per_warp = -(-compiled.registers * 32 // _REGISTERS_PER_ALLOCATION) * _REGISTERS_PER_ALLOCATION
-        return cls(per_warp * compiled.warps, compiled.shared_bytes + RESERVED_SHARED, compiled.threads)
+    def of(cls, registers: int, shared_bytes: int, threads: int) -> Footprint:
+        """From the registers of one thread, and the block's own shared memory and threads."""
+        warps = threads // 32
+        per_warp = -(-registers * 32 // _REGISTERS_PER_ALLOCATION) * _REGISTERS_PER_ALLOCATION
+        return cls(per_warp * warps, shared_bytes + RESERVED_SHARED, threads)
 
 
 def can_share(first: Footprint, second: Footprint, target: Target) -> bool:

@@ -1,4 +1,5 @@
-"""Every launch that is compiled offline: kernel by model, dtype, size class and load, with arguments of a real call.
+"""The launches of routing and of the expert layer that are compiled offline, with arguments of a real call: kernel by
+model, dtype, size class and load.
 
 A grouped product's code depends on its configuration, its flags, and on whether sizes are multiples of 16, not on the
 sizes themselves: many launches share one compilation, named by ``Launch.key``.
@@ -7,23 +8,27 @@ sizes themselves: many launches share one compilation, named by ``Launch.key``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tessera_rt.kernels import gather_sum as gather_sum_module
 from tessera_rt.kernels import routing
-from tessera_rt.kernels.config_table import KERNELS, ROWS_GEMM, WGRAD, Config
+from tessera_rt.kernels.config_table import KERNELS, WGRAD, Config
 from tessera_rt.kernels.configs import Choice, config_for
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned, gate_backward_any
 from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_backward_kernel,
     gather_sum_kernel,
     router_weight_gradient_kernel,
+)
+from tessera_rt.kernels.launch import (
+    Launch,
+    descriptor_like,
+    element_size,
+    kernel_launch,
+    ragged_like,
+    tensor_like,
 )
 from tessera_rt.kernels.operands import launch_options
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
@@ -41,42 +46,6 @@ from tessera_rt.kernels.shapes import SHAPES, ExpertShape
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
 LOADS = ("tma", "gather")
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch: what it stands for, and what Triton compiles. ``sizes`` names N, K (and the rows of the batch)."""
-
-    kernel: str
-    model: str
-    dtype: str
-    size: str
-    load: str
-    sizes: str
-    config: Config
-    function: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        """Equal for launches that compile to the same code."""
-        parts = [self.function.__name__, *(_signature(arg) for arg in self.args)]
-        return "|".join([*parts, repr(sorted(self.options.items()))])
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a matrix product, which must run on tensor cores."""
-        return self.kernel in KERNELS
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of the accumulator; a gated tile has two columns per column of its output."""
-        return self.config.block_m, self.config.block_n * (2 if self.options.get("GATED") and self._is_rows() else 1)
-
-    def _is_rows(self) -> bool:
-        return self.kernel in ROWS_GEMM
 
 
 def shipped_launches(
@@ -107,6 +76,17 @@ def _products(
 
 
 def _rows(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Iterator[Launch]:
+    activated = gate.activation is not Activation.NONE
+    yield _rows_launch(shape, choice, config, gate, saves=activated)
+    if activated and (choice.dtype, choice.size, choice.load) == ("bfloat16", "large", "gather"):
+        # Recomputation: the activation alone in the forward, the product alone in the backward.
+        yield _rows_launch(shape, choice, config, gate, saves=False)
+        yield _rows_launch(shape, choice, config, gate, saves=True, writes=False)
+
+
+def _rows_launch(
+    shape: ExpertShape, choice: Choice, config: Config, gate: Gate, *, saves: bool, writes: bool = True
+) -> Launch:
     first = choice.kernel == "forward_gate"
     backward = choice.kernel == "dgrad"
     # forward: down [E, H, I]; forward_gate: gate_up [E, 2 I, H]; dgrad: gate_up.mT [E, H, 2 I]
@@ -121,32 +101,33 @@ def _rows(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Ite
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "GATHER": gather, "ACTIVATION": int(gate.activation), "GATED": gate.gated,
         "INTERLEAVED": gate.gated and gate.interleaved, "HAS_BIAS": bias,
-        "SAVE_PRE": gate.activation is not Activation.NONE, "WRITE_OUT": True, "PRECISION": _precision(choice.dtype),
+        "SAVE_PRE": saves, "WRITE_OUT": writes, "PRECISION": _precision(choice.dtype),
         "TRACE": False, **launch_options(config),
     }  # fmt: skip
-    x = _like(choice.dtype)
-    ints = _like("int32")
-    tensors = (x if bias else None, x, x if options["SAVE_PRE"] else None, ints if gather else None, ints, ints, ints)
+    only = ", product only" if not writes else ", activation only" if first and not saves else ""
+    sizes = f"N {n} K {k}{only}"
+    x = tensor_like(choice.dtype)
+    ints = tensor_like("int32")
+    tensors = (x if bias else None, x, x if saves else None, ints if gather else None, ints, ints, ints)
     if choice.size == "any":
         strides = (k, 1, n_product * k, k, 1)
         strided = (x, x, *tensors, None, n, k, *strides, shape.top_k, gate.alpha, gate.limit)
-        yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_any, strided, options)
-        return
+        return _launch(shape, choice, config, sizes, rows_gemm_any, strided, options)
     columns = 2 * config.block_n if gate.gated else config.block_n
     if gate.gated and not gate.interleaved:
         weight = (
-            _described(choice.dtype, (shape.local_experts, 2, n, k), (1, 2, config.block_n, config.block_k))
+            descriptor_like(choice.dtype, (shape.local_experts, 2, n, k), (1, 2, config.block_n, config.block_k))
             if n_first
-            else _described(choice.dtype, (shape.local_experts, k, 2, n), (1, config.block_k, 2, config.block_n))
+            else descriptor_like(choice.dtype, (shape.local_experts, k, 2, n), (1, config.block_k, 2, config.block_n))
         )
     elif n_first:
-        weight = _described(choice.dtype, (shape.local_experts, n_product, k), (1, columns, config.block_k))
+        weight = descriptor_like(choice.dtype, (shape.local_experts, n_product, k), (1, columns, config.block_k))
     else:
-        weight = _described(choice.dtype, (shape.local_experts, k, n_product), (1, config.block_k, columns))
-    a = x if gather else _described(choice.dtype, (shape.rows, k), (config.block_m, config.block_k))
+        weight = descriptor_like(choice.dtype, (shape.local_experts, k, n_product), (1, config.block_k, columns))
+    a = x if gather else descriptor_like(choice.dtype, (shape.rows, k), (config.block_m, config.block_k))
     flags = {"N_FIRST": n_first, "EVEN_K": k % config.block_k == 0}
     args = (a, weight, *tensors, None, n, k, k, shape.top_k, gate.alpha, gate.limit)
-    yield _launch(shape, choice, config, f"N {n} K {k}", rows_gemm_aligned, args, options | flags)
+    return _launch(shape, choice, config, sizes, rows_gemm_aligned, args, options | flags)
 
 
 def _gate_backward_launch(shape: ExpertShape, choice: Choice, config: Config, gate: Gate) -> Iterator[Launch]:
@@ -158,7 +139,7 @@ def _gate_backward_launch(shape: ExpertShape, choice: Choice, config: Config, ga
         "INTERLEAVED": gate.gated and gate.interleaved, "HAS_SCALE": gather, "WRITE_PARTIALS": gather,
         "PRECISION": _precision(choice.dtype), "TRACE": False, **launch_options(config),
     }  # fmt: skip
-    x, ints, floats = _like(choice.dtype), _like("int32"), _like("float32")
+    x, ints, floats = tensor_like(choice.dtype), tensor_like("int32"), tensor_like("float32")
     tensors = (
         x, floats if gather else None, x, x, floats if gather else None, ints if gather else None, ints, ints, ints,
     )  # fmt: skip
@@ -167,8 +148,8 @@ def _gate_backward_launch(shape: ExpertShape, choice: Choice, config: Config, ga
         yield _launch(shape, choice, config, f"N {n} K {k}", gate_backward_any, strided, options)
         return
     block = (1, config.block_n, config.block_k) if n_first else (1, config.block_k, config.block_n)
-    weight = _described(choice.dtype, (shape.local_experts, *((n, k) if n_first else (k, n))), block)
-    a = x if gather else _described(choice.dtype, (shape.rows, k), (config.block_m, config.block_k))
+    weight = descriptor_like(choice.dtype, (shape.local_experts, *((n, k) if n_first else (k, n))), block)
+    a = x if gather else descriptor_like(choice.dtype, (shape.rows, k), (config.block_m, config.block_k))
     flags = {"N_FIRST": n_first, "EVEN_K": k % config.block_k == 0}
     args = (a, weight, *tensors, None, n, k, k, shape.top_k, gate.alpha, gate.limit)
     yield _launch(shape, choice, config, f"N {n} K {k}", gate_backward_aligned, args, options | flags)
@@ -187,48 +168,50 @@ def _wgrad_launches(shape: ExpertShape, choice: Choice, config: Config, _gate: G
         options = {
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
             "GATHER_LEFT": gather_left, "GATHER_RIGHT": gather_right, "ACCUMULATE": accumulate,
-            "ELEMENT": _DTYPES[choice.dtype].itemsize, "PRECISION": _precision(choice.dtype), "TRACE": False,
+            "ELEMENT": element_size(choice.dtype), "PRECISION": _precision(choice.dtype), "TRACE": False,
             **launch_options(config),
         }  # fmt: skip
-        x, ints = _like(choice.dtype), _like("int32")
-        out, index = _like("float32") if accumulate else x, ints if gather else None
+        x, ints = tensor_like(choice.dtype), tensor_like("int32")
+        out, index = tensor_like("float32") if accumulate else x, ints if gather else None
         sizes = (shape.rows, shape.local_experts, p, q)
         text = f"{weight} N {n} K {k}"
         if choice.size == "any":
             strided = (x, x, out, index, ints, None, *sizes, p, 1, q, 1, shape.top_k)
             yield _launch(shape, choice, config, text, wgrad_any, strided, options)
             continue
-        left = x if gather_left else _ragged(choice.dtype, p, config.block_k, config.block_m)
-        right = x if gather_right else _ragged(choice.dtype, q, config.block_k, config.block_n)
+        left = x if gather_left else ragged_like(choice.dtype, p, config.block_k, config.block_m)
+        right = x if gather_right else ragged_like(choice.dtype, q, config.block_k, config.block_n)
         args = (left, right, out, index, ints, None, *sizes, p, q, shape.top_k)
         yield _launch(shape, choice, config, text, wgrad_aligned, args, options)
 
 
 def _row_kernels(shape: ExpertShape, dtype: str) -> Iterator[Launch]:
-    x, ints, floats = _like(dtype), _like("int32"), _like("float32")
+    x, ints, floats = tensor_like(dtype), tensor_like("int32"), tensor_like("float32")
     h, k, block_h = shape.hidden, shape.top_k, gather_sum_module.BLOCK_H
-    blocks = {"BLOCK_H": block_h, "num_warps": gather_sum_module.WARPS}
-    yield _other(
-        shape, dtype, f"H {h}", gather_sum_kernel, (x, ints, floats, x, 8192, h, h, 1),
+    blocks = {"BLOCK_H": block_h, "TRACE": False, "num_warps": gather_sum_module.WARPS}
+    yield kernel_launch(
+        shape.name, dtype, f"H {h}", gather_sum_kernel, (x, ints, floats, x, None, 8192, h, h, 1),
         {"TOP_K": k, "HAS_WEIGHTS": True, "BLOCK_T": gather_sum_module.BLOCK_T, **blocks},
     )  # fmt: skip
-    yield _other(
-        shape, dtype, f"H {h}", gather_sum_backward_kernel,
-        (x, x, floats, ints, ints, ints, x, floats, shape.rows, shape.rows, h, k, h, 1, h, 1),
+    yield kernel_launch(
+        shape.name, dtype, f"H {h}", gather_sum_backward_kernel,
+        (x, x, floats, ints, ints, ints, x, floats, None, shape.rows, shape.rows, h, k, h, 1, h, 1),
         {"BLOCK_R": gather_sum_module.BLOCK_T, **blocks},
     )  # fmt: skip
-    yield _other(
-        shape, dtype, f"N {h}", bias_gradient_kernel, (x, floats, ints, shape.local_experts, h, h, 1),
-        {"BLOCK_R": 64, "BLOCK_N": 64, "ACCUMULATE": True, "num_warps": 4},
+    yield kernel_launch(
+        shape.name, dtype, f"N {h}", bias_gradient_kernel, (x, floats, ints, None, shape.local_experts, h, h, 1),
+        {"BLOCK_R": 64, "BLOCK_N": 64, "ACCUMULATE": True, "TRACE": False, "num_warps": 4},
     )  # fmt: skip
-    yield _other(
-        shape, dtype, f"N {h}", zero_tail_kernel, (x, ints, shape.rows, h),
-        {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8},
-    )  # fmt: skip
+    for traced in (False, True):  # the trace itself must compile
+        yield kernel_launch(
+            shape.name, dtype, f"N {h}{' traced' if traced else ''}", zero_tail_kernel,
+            (x, ints, ints if traced else None, shape.rows, h),
+            {"BLOCK_M": 32, "BLOCK_N": 128, "TRACE": traced, "num_warps": 8},
+        )  # fmt: skip
 
 
 def _routing(shape: ExpertShape) -> Iterator[Launch]:
-    floats, ints = _like("float32"), _like("int32")
+    floats, ints = tensor_like("float32"), tensor_like("int32")
     e, k, tokens = shape.experts, shape.top_k, 4096
     block_e, total = triton.next_power_of_2(e), 4096 * k
     tiles = total // routing.PLACE_BLOCK
@@ -237,7 +220,7 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
     after = shape.gate.interleaved  # gpt-oss: softmax over the chosen
     rule = {
         "EXPERTS": e, "TOP_K": k, "SIGMOID": sigmoid, "AFTER_TOPK": after, "RENORMALIZE": not after,
-        "BLOCK_T": routing.BLOCK_T, "BLOCK_E": block_e, "BLOCK_K": triton.next_power_of_2(k),
+        "BLOCK_T": routing.BLOCK_T, "BLOCK_E": block_e, "BLOCK_K": triton.next_power_of_2(k), "TRACE": False,
         "num_warps": routing.topk_warps(block_e),
     }  # fmt: skip
     forward = {
@@ -245,26 +228,32 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
         "HAS_MASK": False, "BLOCK_G": groups,
     }  # fmt: skip
     sizes = f"E {e} K {k}"
-    yield _other(
-        shape, "float32", sizes, topk_forward_kernel,
-        (floats, floats if sigmoid else None, None, ints, floats, tokens, e, 1, 1e-20, 2.5), rule | forward,
+    yield kernel_launch(
+        shape.name, "float32", sizes, topk_forward_kernel,
+        (floats, floats if sigmoid else None, None, ints, floats, None, tokens, e, 1, 1e-20, 2.5), rule | forward,
     )  # fmt: skip
-    yield _other(
-        shape, "float32", sizes, topk_backward_kernel,
-        (floats, floats, ints, floats, tokens, k, 1, e, 1, 1e-20, 2.5), rule,
+    yield kernel_launch(
+        shape.name, "float32", sizes, topk_backward_kernel,
+        (floats, floats, ints, floats, None, tokens, k, 1, e, 1, 1e-20, 2.5), rule,
     )  # fmt: skip
     flat = (total, tiles, e, k, k, 1)
-    place_block = {"BLOCK": routing.PLACE_BLOCK, "num_warps": 4}
-    yield _other(shape, "int32", sizes, histogram_kernel, (ints, ints, *flat), place_block | {"BLOCK_E": 32})
-    scan = {"BLOCK_T": 64, "BLOCK_E": 32, "num_warps": 4}
-    yield _other(shape, "int32", sizes, tile_scan_kernel, (ints, ints, tiles, e), scan)
-    yield _other(shape, "int32", sizes, offsets_kernel, (ints, ints, e), {"BLOCK_E": block_e, "num_warps": 4})
-    yield _other(shape, "int32", sizes, place_kernel, (ints, ints, ints, ints, ints, *flat), place_block)
-    table = {"BLOCK_M": 128, "BLOCK_E": block_e, "num_warps": 4}
-    yield _other(shape, "int32", sizes, tile_table_kernel, (ints, ints, ints, e), table)
-    yield _other(
-        shape, "float32", sizes, router_weight_gradient_kernel, (floats, ints, floats, total, 12),
-        {"BLOCK": 128, "BLOCK_N": 16, "num_warps": 4},
+    place_block = {"BLOCK": routing.PLACE_BLOCK, "TRACE": False, "num_warps": 4}
+    yield kernel_launch(
+        shape.name, "int32", sizes, histogram_kernel, (ints, ints, None, *flat), place_block | {"BLOCK_E": 32}
+    )
+    scan = {"BLOCK_T": 64, "BLOCK_E": 32, "TRACE": False, "num_warps": 4}
+    yield kernel_launch(shape.name, "int32", sizes, tile_scan_kernel, (ints, ints, None, tiles, e), scan)
+    row = {"BLOCK_E": block_e, "TRACE": False, "num_warps": 4}
+    yield kernel_launch(shape.name, "int32", sizes, offsets_kernel, (ints, ints, None, e), row)
+    yield kernel_launch(
+        shape.name, "int32", sizes, place_kernel, (ints, ints, ints, ints, ints, None, *flat), place_block
+    )
+    yield kernel_launch(
+        shape.name, "int32", sizes, tile_table_kernel, (ints, ints, ints, None, e), row | {"BLOCK_M": 128}
+    )
+    yield kernel_launch(
+        shape.name, "float32", sizes, router_weight_gradient_kernel, (floats, ints, floats, None, total, 12),
+        {"BLOCK": 128, "BLOCK_N": 16, "TRACE": False, "num_warps": 4},
     )  # fmt: skip
 
 
@@ -277,41 +266,5 @@ def _launch(
     )
 
 
-def _other(
-    shape: ExpertShape, dtype: str, sizes: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> Launch:
-    config = Config(block_m=0, block_n=0, block_k=0, warps=options["num_warps"], stages=0)
-    name = function.__name__.removesuffix("_kernel")
-    return Launch(name, shape.name, dtype, "any", "pointer", sizes, config, function, args, options)
-
-
 def _precision(dtype: str) -> str:
     return "tf32x3" if dtype == "float32" else "ieee"
-
-
-def _like(dtype: str) -> Tensor:
-    """Stands for a tensor of the dtype: only dtype and alignment matter to the compiler."""
-    return torch.empty(1, dtype=_DTYPES.get(dtype, torch.int32))
-
-
-def _described(dtype: str, shape: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
-    strides = [1]
-    for width in reversed(shape[1:]):
-        strides.insert(0, strides[0] * width)
-    return TensorDescriptor(_like(dtype), list(shape), strides, list(block))
-
-
-def _ragged(dtype: str, width: int, block_rows: int, block_columns: int) -> TensorDescriptor:
-    far, limit = 0x7FFF0000, 1 << 30
-    strides = [(1 << 34) - width, width, width, 1]
-    return TensorDescriptor(_like(dtype), [far, far, limit, width], strides, [1, 1, block_rows, block_columns])
-
-
-def _signature(arg: Any) -> str:
-    if isinstance(arg, Tensor):
-        return str(arg.dtype)
-    if isinstance(arg, TensorDescriptor):
-        return f"{arg.base.dtype}{arg.block_shape}"
-    if isinstance(arg, int):
-        return "1" if arg == 1 else "16n" if arg % 16 == 0 else "int"
-    return type(arg).__name__

@@ -62,6 +62,9 @@ def wgrad(
     kind = "wgrad_accumulate" if accumulate else "wgrad_write"
     choice = choose(kind, grad, rows.rows, rows.experts, aligned=aligned, gather=gathers)
     config = run.config or config_for(choice)
+    kernel = wgrad_any if choice.size == "any" else wgrad_aligned
+    tasks = rows.experts * triton.cdiv(p, config.block_m) * triton.cdiv(q, config.block_n)
+    grid, trace = run.grid(kernel, grad.device, tasks)
     options: dict[str, object] = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -71,22 +74,18 @@ def wgrad(
         "ACCUMULATE": accumulate,
         "ELEMENT": grad.element_size(),
         "PRECISION": precision(grad.dtype),
-        "TRACE": run.trace is not None,
+        "TRACE": trace is not None,
         **launch_options(config),
     }
-    tasks = rows.experts * triton.cdiv(p, config.block_m) * triton.cdiv(q, config.block_n)
-    grid = (run.programs(grad.device, tasks),)
     sizes = (rows.rows, rows.experts, p, q)
     if choice.size == "any":
-        wgrad_any[grid](
-            grad, x, out, index, rows.offsets, run.trace, *sizes, *grad.stride(), *x.stride(), divisor, **options
-        )
+        kernel[grid](grad, x, out, index, rows.offsets, trace, *sizes, *grad.stride(), *x.stride(), divisor, **options)
     else:
         left, right = readable(grad), readable(x)
-        wgrad_aligned[grid](
+        kernel[grid](
             left if gather_grad else ragged(left, [config.block_k, config.block_m]),
             right if gather_x else ragged(right, [config.block_k, config.block_n]),
-            out, index, rows.offsets, run.trace, *sizes, left.stride(0), right.stride(0), divisor, **options,
+            out, index, rows.offsets, trace, *sizes, left.stride(0), right.stride(0), divisor, **options,
         )  # fmt: skip
     return out
 
@@ -103,9 +102,10 @@ def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bo
     if out.numel() == 0:
         return out
     tasks = rows.experts * triton.cdiv(grad.shape[1], 64)
-    bias_gradient_kernel[(run.programs(grad.device, tasks),)](
-        grad, out, rows.offsets, rows.experts, grad.shape[1], *grad.stride(),
-        BLOCK_R=64, BLOCK_N=64, ACCUMULATE=accumulate, num_warps=4,
+    grid, trace = run.grid(bias_gradient_kernel, grad.device, tasks)
+    bias_gradient_kernel[grid](
+        grad, out, rows.offsets, trace, rows.experts, grad.shape[1], *grad.stride(),
+        BLOCK_R=64, BLOCK_N=64, ACCUMULATE=accumulate, TRACE=trace is not None, num_warps=4,
     )  # fmt: skip
     return out
 

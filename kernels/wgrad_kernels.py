@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tessera_rt.kernels.rows_gemm_kernels import strided_block
 from tessera_rt.kernels.tile_loop import halves_of_columns, write_trace
-from tessera_rt.kernels.work import Work, launch_metadata, wgrad_work
+from tessera_rt.kernels.work import Work, bias_gradient_work, launch_metadata, wgrad_work
 
 
 def _work(args: Mapping[str, Any]) -> Work:
@@ -28,8 +28,10 @@ def _work(args: Mapping[str, Any]) -> Work:
 
 def _bias_work(args: Mapping[str, Any]) -> Work:
     grad, out = args["grad"], args["out"]
-    moved = grad.numel() * grad.element_size() + out.numel() * out.element_size()
-    return Work(grad.numel(), moved)
+    return bias_gradient_work(
+        rows=grad.shape[0], experts=args["EXPERTS"], n=args["N"], element=grad.element_size(),
+        out_element=out.element_size(),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,10 +142,12 @@ def wgrad_any(
 
 @triton.jit(launch_metadata=launch_metadata(_bias_work))
 def bias_gradient_kernel(
-    grad, out, offsets, EXPERTS, N, row_stride, column_stride,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
+    grad, out, offsets, trace, EXPERTS, N, row_stride, column_stride,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """out[e] [N] = or += the sum of the rows of e, BLOCK_R at a time, in order."""
+    if TRACE:
+        write_trace(trace)
     column_tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), EXPERTS * column_tiles, tl.num_programs(0)):
         expert = tile // column_tiles

@@ -2,6 +2,8 @@
 
     template -> overlap graph -> candidates -> partition -> interleavings, slots, memory -> simulated step -> Plan
 
+The communication SM budget comes before all of that (``sm_budget.py``): costs are functions of it.
+
 Everything between is plain immutable data; see the modules of this folder in that order.
 """
 
@@ -10,30 +12,34 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from tessera_rt.costs import CostTable, Recompute
 from tessera_rt.errors import PlanError, Problem
 from tessera_rt.model_spec import ItemKind, ModelSpec
-from tessera_rt.plan import CostAssumptions, Mesh, Plan, SolverStatus, Stage
+from tessera_rt.plan import ActionKind, CostAssumptions, Mesh, Plan, SolverStatus, Stage
 from tessera_rt.plan_check import check_plan
 from tessera_rt.planner.candidates import Bounds, check_bounds, ranges
+from tessera_rt.planner.least import Found, Options, t_dom_bound
 from tessera_rt.planner.limits import Fit, fit, infeasible, over_limit
 from tessera_rt.planner.partition_milp import Solver, scipy_solver
-from tessera_rt.planner.search import Found, Options, search, t_dom_bound
+from tessera_rt.planner.search import search
 from tessera_rt.planner.setting import Setting
+from tessera_rt.planner.sm_budget import Costs, best_budget
+from tessera_rt.planner.weight_pool import with_pools
+from tessera_rt.scheduler.chunked import MOE_HALVES
+from tessera_rt.scheduler.patterns import Pattern
 from tessera_rt.scheduler.templates import Template, build_template, in_flight
 from tessera_rt.scheduler.validate import validate_template
 
 OBJECTIVES = ("step", "t_dom", "serial", "memory")
-PARTITIONERS = ("milp", "chain-dp")
+PARTITIONERS = ("threshold", "milp", "chain-dp")
 MOST_MICROBATCHES = 65_536
 MOST_PASSES = 2**22
 """Micro-batches times stages: a plan lists each of these twice."""
 _MOST_RANKS = MappingProxyType({"pp": 4096, "vpp": 4096, "dp": 2**20, "ep": 2**20, "tp": 2**20})
-
-Costs = CostTable | Callable[[Recompute], CostTable]
-"""A cost table, or a function that makes one for a recomputation policy."""
 
 
 def build_plan(
@@ -46,14 +52,20 @@ def build_plan(
     memory_limit: int | None = None,
     recompute: str = "auto",
     objective: str = "step",
-    partitioner: str = "milp",
+    partitioner: str = "threshold",
     window: int | None = 2,
     time_limit_s: float = 20.0,
     pad: str = "groups",
-    method: str = "align",
+    method: str = "exact",
     joint: bool = True,
     fixed_bounds: Sequence[int] | None = None,
     solver: Solver = scipy_solver,
+    patterns: Sequence[Pattern] = (),
+    comm_sms: Sequence[int] = (),
+    group: int | None = None,
+    w_pool: int = 0,
+    moe_halves: bool = False,
+    evaluations: int | None = None,
 ) -> Plan:
     """The plan of one training step; it has passed ``check_plan``.
 
@@ -62,10 +74,20 @@ def build_plan(
     whatever ``joint`` and ``pad`` say. ``joint``: steady state in overlap pairs. ``pad``: groups | shadow. ``method``:
     fifo | align | defer | exact | megatron; a template that prescribes one (megatron-1f1b) overrules it.
 
+    ``group``: micro-batches of a group, for orders that go through groups. ``w_pool``: bytes on each rank for weight
+    gradients held back to the end of the step (``weight_pool.py``), 0 for none. ``moe_halves``: MoE layers of passes
+    that run alone go in two halves; such a plan can only be simulated. ``evaluations``: partitions that tuning the step
+    looks at (None: by the step's length).
+
+    ``patterns``: orders given for pairs of chunks (``scheduler.patterns``); the plan notes those that it cannot use.
+
     ``memory_limit``: bytes per rank (None: no limit). With ``costs`` a function, ``recompute`` is none | selective |
     full | auto, where auto takes the least of them that fits; a plain cost table already says which it is for.
+    ``comm_sms``: communication SM budgets to choose from, with ``costs`` a function that has a parameter of that name;
+    the best by the simulated step of the serial-balanced partition is taken.
 
-    ``objective``: step (simulated step time) | t_dom | serial | memory. ``partitioner``: milp | chain-dp (quick).
+    ``objective``: step (simulated step time) | t_dom | serial | memory. ``partitioner``: threshold (exact) |
+    milp (exact) | chain-dp (quick).
     ``window``: how far boundaries may move from the balanced partitions, None for anywhere. ``time_limit_s``: for
     costing pairs and solving, and as long again for tuning the step; when it is up the best partition so far is taken,
     and the plan's ``solver`` says so.
@@ -85,21 +107,39 @@ def build_plan(
         partitioner=partitioner,
         window=window,
         time_limit_s=time_limit_s,
+        w_pool=w_pool,
+        evaluations=evaluations,
     )
-    order = _order(template, mesh, microbatches, joint, pad)
+    order = _order(template, mesh, microbatches, joint, pad, group)
+    if moe_halves:
+        _check_halves(order)
+    patterns = tuple(patterns)
     bounds = None if fixed_bounds is None else check_bounds(fixed_bounds, len(model.items), mesh.stages)
     options = Options(
-        objective=objective, partitioner=partitioner, window=window, time_limit_s=time_limit_s, solver=solver
+        objective=objective,
+        partitioner=partitioner,
+        window=window,
+        time_limit_s=time_limit_s,
+        solver=solver,
+        evaluations=evaluations,
     )
-    tables = _tables(costs, recompute)
+    makers = _makers(costs, recompute, comm_sms, model, order)
     tried: list[tuple[Setting, Fit]] = []
-    for policy_costs in tables:
-        table = policy_costs()
+    for make in makers:
+        table = make()
         _check_costs(model, mesh, table)
-        setting = Setting(model, table, order, limit=memory_limit or 0, method=order.interleaving or method)
+        setting = Setting(
+            model,
+            table,
+            order,
+            limit=memory_limit or 0,
+            method=order.interleaving or method,
+            patterns=patterns,
+            halves=moe_halves,
+        )
         if bounds is not None:
             if setting.excess(bounds):
-                if len(tried) + 1 == len(tables):
+                if len(tried) + 1 == len(makers):
                     raise over_limit(setting, bounds)
                 tried.append((setting, Fit(start=None, leanest=bounds, bound=0)))
                 continue
@@ -110,10 +150,12 @@ def build_plan(
                 tried.append((setting, fitting))
                 continue
             found = search(setting, fitting.start, options)
-        plan = _assemble(setting, mesh, found, objective, time.monotonic() - began)
+        if w_pool:
+            setting, found = _pooled(setting, found, w_pool)
+        plan = _assemble(setting, mesh, found, objective, patterns, time.monotonic() - began)
         check_plan(plan, model)
         return plan
-    raise infeasible(tried, stronger=costs if callable(costs) else None)
+    raise infeasible(tried, stronger=costs if not isinstance(costs, CostTable) else None)
 
 
 def plan_with(
@@ -125,7 +167,7 @@ def plan_with(
     microbatches: int,
     template: str | None = None,
     pad: str = "groups",
-    method: str = "align",
+    method: str = "exact",
     joint: bool = True,
 ) -> Plan:
     """The plan of a given partition, for baselines and tests: ``build_plan`` with ``fixed_bounds`` and no limit."""
@@ -142,10 +184,34 @@ def plan_with(
     )
 
 
-def _order(template: str | Template | None, mesh: Mesh, microbatches: int, joint: bool, pad: str) -> Template:
+def _pooled(setting: Setting, found: Found, size: int) -> tuple[Setting, Found]:
+    """The setting with pools of W in its order, where they make the step shorter."""
+    made = with_pools(setting, found.bounds, size)
+    before = setting.step_ns(found.bounds)
+    if made.step_ns >= before:
+        return setting, found
+    deferred = ", ".join(str(pool.deferred) for pool in made.pools)
+    return setting.with_template(made.template), replace(
+        found,
+        method=f"{found.method}; W pools of {deferred} backwards",
+        alternatives=(*found.alternatives, ("without W pools", before), ("with W pools", made.step_ns)),
+    )
+
+
+def _check_halves(order: Template) -> None:
+    if not any(action.kind is ActionKind.OVERLAP for row in order.actions for action in row):
+        allowed = "False where no passes run together: halves are for warm-up and cool-down"
+        raise PlanError.of("plan request", [Problem("moe_halves", True, allowed, "take an order of joint pairs")])
+
+
+def _order(
+    template: str | Template | None, mesh: Mesh, microbatches: int, joint: bool, pad: str, group: int | None
+) -> Template:
     if not isinstance(template, Template):
         name = template or ("1f1b" if mesh.vpp == 1 else "interleaved-1f1b")
-        return build_template(name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad)
+        return build_template(
+            name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad, group=group
+        )
     problems = [
         Problem(field, asked, f"{has}, as in template {template.name}")
         for field, asked, has in (
@@ -161,12 +227,20 @@ def _order(template: str | Template | None, mesh: Mesh, microbatches: int, joint
     return template
 
 
-def _tables(costs: Costs, recompute: str) -> list[Callable[[], CostTable]]:
+def _makers(
+    costs: Costs, recompute: str, comm_sms: Sequence[int], model: ModelSpec, order: Template
+) -> list[Callable[[], CostTable]]:
     """Makers of the cost tables to try, weakest recomputation first."""
     if isinstance(costs, CostTable):
+        if comm_sms:
+            allowed = "left out with a cost table, which is for one budget"
+            remedy = "give costs as a function of recompute and comm_sms"
+            raise PlanError.of("plan request", [Problem("comm_sms", tuple(comm_sms), allowed, remedy)])
         return [lambda: costs]
     policies = list(Recompute) if recompute == "auto" else [Recompute(recompute)]
-    return [lambda policy=policy: costs(policy) for policy in policies]  # type: ignore[misc]
+    if not comm_sms:
+        return [partial(costs, policy) for policy in policies]
+    return [partial(best_budget, costs, policy, comm_sms, model, order) for policy in policies]
 
 
 def size_problems(mesh: Mesh, microbatches: int) -> list[Problem]:
@@ -194,6 +268,8 @@ def _check_request(
     partitioner: str,
     window: int | None,
     time_limit_s: float,
+    w_pool: int,
+    evaluations: int | None,
 ) -> None:
     problems = size_problems(mesh, microbatches)
     if memory_limit is not None and memory_limit < 1:
@@ -212,6 +288,10 @@ def _check_request(
         problems.append(Problem("window", window, "at least 0 items, or None for any boundary"))
     if not 0 <= time_limit_s < math.inf:
         problems.append(Problem("time_limit_s", time_limit_s, "a finite number of seconds of at least 0"))
+    if w_pool < 0:
+        problems.append(Problem("w_pool", w_pool, "a number of bytes of at least 0"))
+    if evaluations is not None and evaluations < 0:
+        problems.append(Problem("evaluations", evaluations, "a number of partitions of at least 0, or None"))
     if problems:
         raise PlanError.of("plan request", problems)
 
@@ -235,7 +315,9 @@ def _check_costs(model: ModelSpec, mesh: Mesh, costs: CostTable) -> None:
         raise PlanError.of(f"costs for {model.name}", problems)
 
 
-def _assemble(setting: Setting, mesh: Mesh, found: Found, objective: str, seconds: float) -> Plan:
+def _assemble(
+    setting: Setting, mesh: Mesh, found: Found, objective: str, patterns: Sequence[Pattern], seconds: float
+) -> Plan:
     bounds = found.bounds
     t_dom = setting.t_dom(bounds)
     return Plan(
@@ -249,7 +331,7 @@ def _assemble(setting: Setting, mesh: Mesh, found: Found, objective: str, second
         interleavings=setting.interleavings(bounds),
         memory=setting.memory.of(bounds, setting.limit),
         workload=setting.costs.workload,
-        assumptions=_assumptions(setting.costs),
+        assumptions=_assumptions(setting.costs, _unused(setting, bounds, patterns)),
         solver=SolverStatus(
             objective=objective,
             method=found.method,
@@ -263,7 +345,7 @@ def _assemble(setting: Setting, mesh: Mesh, found: Found, objective: str, second
         ),
         pad=setting.template.pad,
         shadows=setting.template.shadows,
-        simulate_only=_simulate_only(setting.model, mesh),
+        simulate_only=_simulate_only(setting, mesh),
     )
 
 
@@ -275,18 +357,37 @@ def _stages(template: Template, bounds: Bounds) -> tuple[Stage, ...]:
     )
 
 
-def _assumptions(costs: CostTable) -> CostAssumptions:
+def _unused(setting: Setting, bounds: Bounds, patterns: Sequence[Pattern]) -> tuple[str, ...]:
+    """A note for each pattern whose pair of chunks the plan does not run together."""
+    chunks = ranges(bounds)
+    paired = {(chunks[edge.forward], chunks[edge.backward]) for edge in setting.edges if edge.overlapped}
+
+    def named(chunk: tuple[int, int]) -> str:
+        return ", ".join(item.label for item in setting.model.items[slice(*chunk)])
+
+    return tuple(
+        f"pattern in line {p.line} not used: no F of [{named(p.forward)}] runs with B of [{named(p.backward)}]"
+        for p in patterns
+        if (p.forward, p.backward) not in paired
+    )
+
+
+def _assumptions(costs: CostTable, notes: tuple[str, ...]) -> CostAssumptions:
     return CostAssumptions(
         source=costs.provenance.source,
         device=costs.provenance.device,
         comm_sms=costs.comm_sms,
         contention=costs.contention,
         link=costs.link,
-        notes=costs.provenance.notes,
+        notes=(*costs.provenance.notes, *notes),
     )
 
 
-def _simulate_only(model: ModelSpec, mesh: Mesh) -> tuple[str, ...]:
-    """Features of the plan that the engine does not run yet."""
-    mtp = any(item.kind is ItemKind.MTP for item in model.items)
-    return (("mtp",) if mtp else ()) + (("tp",) if mesh.tp > 1 else ())
+def _simulate_only(setting: Setting, mesh: Mesh) -> tuple[str, ...]:
+    """Features of the plan that the engine does not run."""
+    features = {
+        "mtp": any(item.kind is ItemKind.MTP for item in setting.model.items),
+        "tp": mesh.tp > 1,
+        MOE_HALVES: setting.alone_pairs is not None,
+    }
+    return tuple(name for name, has in features.items() if has)

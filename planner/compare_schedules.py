@@ -1,28 +1,37 @@
 """All schedules people use, side by side: one simulated step of each, for one model, mesh and cost table.
 
 Every schedule gets the partition that suits its number of stages best by the same simple rule (serial-balanced, unless
-it says otherwise), and every template the number of stages a rank that it is made for. Nothing is tuned here.
+it says otherwise), and every template the number of stages a rank that it is made for. Ours come with one ingredient
+after the other: exact pairs, the partition tuned to the simulated step, W pools, MoE layers in halves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.planner.baselines import equal_layers, serial_balanced
+from tessera_rt.planner.baselines import balanced, equal_layers, serial_balanced
 from tessera_rt.planner.candidates import Bounds, ranges
 from tessera_rt.planner.memory import MemoryModel
+from tessera_rt.planner.pair_costs import PairCosts
+from tessera_rt.planner.search import step_tuned
 from tessera_rt.planner.setting import Setting
+from tessera_rt.planner.weight_pool import with_pools
 from tessera_rt.scheduler.comparisons import dualpipe_template, simulate_chunked, simulate_dualpipe
-from tessera_rt.scheduler.simulate import simulate_schedule
+from tessera_rt.scheduler.simulate import contention_rate, simulate_schedule
 from tessera_rt.scheduler.templates import RULES, Template, build_template, held_chunks
 from tessera_rt.tasks import Pass, Resource, chunk_tasks
 from tessera_rt.timeline import Timeline
+
+EVALUATIONS = 400
+"""Partitions that tuning looks at for a line."""
+POOL_SHARE = 0.25
+"""A W pool's bytes as a share of the activations that the fullest rank holds without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +40,8 @@ class Schedule:
 
     ``template``: of ``scheduler.templates``, or ``dualpipe`` or ``chunked``, which can only be simulated. ``joint``:
     overlap pairs. ``overlap`` off: one pass, and one task, after the other. ``method``: that orders the tasks of an
-    action (``scheduler.interleave``). ``partition``: serial | equal.
+    action (``scheduler.interleave``). ``partition``: serial | equal | tuned. ``w_pool``: weight gradients are held back
+    (``weight_pool.py``). ``halves``: MoE layers of passes that run alone go in two halves.
     """
 
     name: str
@@ -40,10 +50,23 @@ class Schedule:
     overlap: bool = True
     method: str = "align"
     partition: str = "serial"
+    w_pool: bool = False
+    halves: bool = False
 
     @property
     def simulate_only(self) -> bool:
-        return self.template not in RULES
+        return self.halves or self.template not in RULES
+
+
+def _ours(title: str, template: str) -> tuple[Schedule, ...]:
+    """Exact pairs with one ingredient more in each line."""
+    base = Schedule(name=f"{title}, tuned", template=template, method="exact", partition="tuned")
+    return (
+        base,
+        replace(base, name=f"{title}, tuned, W pool", w_pool=True),
+        replace(base, name=f"{title}, tuned, MoE halves", halves=True),
+        replace(base, name=f"{title}, tuned, W pool, MoE halves", w_pool=True, halves=True),
+    )
 
 
 SCHEDULES = (
@@ -66,8 +89,10 @@ SCHEDULES = (
     Schedule(name="interleaved 1F1B in pairs, FIFO", template="interleaved-1f1b", method="fifo"),
     Schedule(name="interleaved 1F1B in pairs", template="interleaved-1f1b"),
     Schedule(name="interleaved 1F1B in exact pairs", template="interleaved-1f1b", method="exact"),
+    *_ours("interleaved 1F1B", "interleaved-1f1b"),
+    *_ours("DualPipeV", "dualpipe-v"),
 )
-"""From what most people run to overlap pairs in a synthesized order."""
+"""From what most people run to overlap pairs in a synthesized order, tuned to the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +100,9 @@ class Compared:
     """One schedule's simulated step. Means over ranks come from ``timeline.mean_split()``.
 
     ``vpp``: stages a rank. ``held``: most micro-batches a rank holds for its backward, in micro-batches of the whole
-    rank; one that only waits for its W counts half. ``peak_bytes``: memory of the fullest rank. ``flops``: executed
-    on one rank of each stage in the step. ``tokens``: of the step on all data ranks.
+    rank; one that only waits for its W counts half. ``peak_bytes``: memory of the fullest rank. ``activation_bytes``:
+    most that a rank holds of it for backwards and W to come. ``flops``: executed on one rank of each stage in the step.
+    ``tokens``: of the step on all data ranks. ``bounds``: the partition.
     """
 
     schedule: Schedule
@@ -86,8 +112,10 @@ class Compared:
     lower_bound_ns: int
     held: float
     peak_bytes: int
+    activation_bytes: int
     flops: float
     tokens: int
+    bounds: Bounds
 
     @property
     def ratio(self) -> float:
@@ -103,6 +131,15 @@ class Compared:
         return self.flops * 1e9 / (self.timeline.step_ns * self.timeline.ranks * peak_flops)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What comparisons of one model under one cost table share: orders of pairs by method, tuned partitions."""
+
+    pairs: dict[str, PairCosts] = field(default_factory=dict)
+    alone_pairs: dict[str, PairCosts] = field(default_factory=dict)
+    starts: dict[str, list[Bounds]] = field(default_factory=dict)
+
+
 def compare(
     model: ModelSpec,
     costs: CostTable,
@@ -112,20 +149,31 @@ def compare(
     microbatches: int,
     schedules: Sequence[Schedule] = SCHEDULES,
     contention: float | None = None,
+    evaluations: int = EVALUATIONS,
+    known: Known | None = None,
 ) -> Iterator[Compared]:
     """The schedules one by one, in their order. ``vpp``: stages a rank of the templates that leave it open.
 
     Schedules whose rules the sizes break are left out (``refusal`` says why). ``contention`` None: that of the costs.
+    ``evaluations``: partitions that tuning looks at for a line; it also starts from those of the lines before.
+    ``known``: of a comparison of the same model and costs with another number of micro-batches.
     """
+    costs = replace(costs, contention=contention_rate(costs, contention))
+    known = known or Known()
     for schedule in schedules:
         if refusal(schedule, pp=pp, vpp=vpp, microbatches=microbatches) is None:
-            yield _compared(schedule, model, costs, pp, vpp, microbatches, contention)
+            template = _template(schedule, pp, vpp, microbatches)
+            starts = known.starts.setdefault(template.name, [])
+            compared = _compared(schedule, _setting(schedule, template, model, costs, known), starts, evaluations)
+            if schedule.partition == "tuned":
+                starts.append(compared.bounds)
+            yield compared
 
 
 def refusal(schedule: Schedule, *, pp: int, vpp: int, microbatches: int) -> str | None:
     """Why a schedule cannot have these sizes, None if it can. Raises ScheduleError for an unknown partition."""
-    if schedule.partition not in ("serial", "equal"):
-        raise ScheduleError.of("schedule", [Problem("partition", schedule.partition, "serial or equal")])
+    if schedule.partition not in ("serial", "equal", "tuned"):
+        raise ScheduleError.of("schedule", [Problem("partition", schedule.partition, "serial, equal or tuned")])
     try:
         _template(schedule, pp, vpp, microbatches)
     except ScheduleError as error:
@@ -149,59 +197,90 @@ def _template(schedule: Schedule, pp: int, vpp: int, microbatches: int) -> Templ
     return build_template(name, pp=pp, vpp=stages, microbatches=microbatches, joint=schedule.joint)
 
 
-def _compared(
-    schedule: Schedule,
-    model: ModelSpec,
-    costs: CostTable,
-    pp: int,
-    vpp: int,
-    microbatches: int,
-    contention: float | None,
-) -> Compared:
-    template = _template(schedule, pp, vpp, microbatches)
+def _setting(schedule: Schedule, template: Template, model: ModelSpec, costs: CostTable, known: Known) -> Setting:
+    method = template.interleaving or schedule.method
+    if method not in known.pairs:
+        known.pairs[method] = PairCosts(model, costs, method=method)
+    setting = Setting(model, costs, template, limit=0, method=method, pairs=known.pairs[method])
+    if not schedule.halves:
+        return setting
+    halved = setting.with_halves(known.alone_pairs.get(method))
+    assert halved.alone_pairs is not None
+    known.alone_pairs[method] = halved.alone_pairs
+    return halved
+
+
+def _compared(schedule: Schedule, setting: Setting, starts: Sequence[Bounds], evaluations: int) -> Compared:
+    template, model, costs = setting.template, setting.model, setting.costs
     if schedule.template == "dualpipe":
-        bounds = _bounds(schedule, model, costs, range(pp))
+        bounds = _bounds(schedule, model, costs, range(template.pp))
         timeline = simulate_dualpipe(
             model,
             costs,
             ranges(bounds),
-            microbatches=microbatches,
+            microbatches=template.microbatches,
             joint=schedule.joint,
             method=schedule.method,
-            contention=contention,
         )
-        peak, held = _two_copies_peak(model, costs, template, bounds), max(held_chunks(template))
+        peak, activations = _two_copies(setting.memory, template, bounds)
+        held = max(held_chunks(template))
     else:
-        bounds = _bounds(schedule, model, costs, template.stage_ranks)
-        peak = max(MemoryModel(model, costs, template).peaks(bounds))
-        held = max(held_chunks(template)) / template.vpp
+        if schedule.partition == "tuned":
+            bounds = _tuned(setting, starts, evaluations)
+        else:
+            bounds = _bounds(schedule, model, costs, template.stage_ranks)
+        if schedule.w_pool:
+            room = max(rank.activations + rank.pending_w for rank in setting.memory.of(bounds))
+            setting = setting.with_template(with_pools(setting, bounds, round(POOL_SHARE * room)).template)
+        memory = setting.memory.of(bounds)
+        peak, activations = (max(rank.peak for rank in memory), _held(setting.memory, bounds))
+        held = max(held_chunks(setting.template)) / template.vpp
         if schedule.template == "chunked":
             timeline = simulate_chunked(template.stage_ranks, template.actions, ranges(bounds), model, costs)
         else:
-            setting = Setting(model, costs, template, limit=0, method=template.interleaving or schedule.method)
             timeline = simulate_schedule(
                 template.stage_ranks,
-                template.actions,
+                setting.template.actions,
                 ranges(bounds),
                 setting.interleavings(bounds) if schedule.overlap else {},
                 model,
                 costs,
                 overlap=schedule.overlap,
-                contention=contention,
                 label=schedule.name,
+                halves=schedule.halves,
             )
     workload = costs.workload
     return Compared(
         schedule=schedule,
         vpp=template.vpp,
-        microbatches=microbatches,
+        microbatches=template.microbatches,
         timeline=timeline,
-        lower_bound_ns=lower_bound(model, costs, pp=pp, microbatches=microbatches),
+        lower_bound_ns=lower_bound(model, costs, pp=template.pp, microbatches=template.microbatches),
         held=held,
         peak_bytes=peak,
-        flops=float(sum(cost.flops for cost in costs.tasks.values()) * microbatches),
-        tokens=workload.tokens * workload.dp * workload.ep * microbatches,
+        activation_bytes=activations,
+        flops=float(sum(cost.flops for cost in costs.tasks.values()) * template.microbatches),
+        tokens=workload.tokens * workload.dp * workload.ep * template.microbatches,
+        bounds=bounds,
     )
+
+
+def _tuned(setting: Setting, starts: Sequence[Bounds], evaluations: int) -> Bounds:
+    """The fastest partition found, not slower than the balanced ones and ``starts``."""
+    ranks = setting.template.stage_ranks
+    named = [
+        *starts,
+        equal_layers(setting.model, len(ranks)),
+        serial_balanced(setting.model, setting.costs, ranks),
+        balanced(setting.quick, ranks),
+    ]
+    return step_tuned(setting, [bounds for bounds in named if bounds is not None], evaluations)
+
+
+def _held(memory: MemoryModel, bounds: Bounds) -> int:
+    """Most bytes of activations and pending W that a rank holds at once (at its moment with most of these)."""
+    chunks = ranges(bounds)
+    return max(memory.held_bytes(rank, chunks) for rank in range(memory.ranks))
 
 
 def _bounds(schedule: Schedule, model: ModelSpec, costs: CostTable, stage_ranks: Sequence[int]) -> Bounds:
@@ -212,14 +291,14 @@ def _bounds(schedule: Schedule, model: ModelSpec, costs: CostTable, stage_ranks:
     return bounds
 
 
-def _two_copies_peak(model: ModelSpec, costs: CostTable, template: Template, bounds: Bounds) -> int:
-    """Bytes of the fullest rank when every rank holds one stage of either copy of the model."""
-    memory = MemoryModel(model, costs, template)
+def _two_copies(memory: MemoryModel, template: Template, bounds: Bounds) -> tuple[int, int]:
+    """Bytes of the fullest rank when every rank holds one stage of either copy of the model: all, and held ones."""
     chunks = ranges(bounds) * 2
-    peaks = []
+    peaks, activations = [], []
     for rank in range(template.pp):
         held = [stage for stage, owner in enumerate(template.stage_ranks) if owner == rank]
         moments = sum(memory.stage_bytes(s, np.asarray(chunks[s][0]), np.asarray(chunks[s][1])) for s in held)
         table = memory.table_bytes * any(memory.uses_table(chunks[s]) for s in held)
         peaks.append(int(np.max(moments)) + table)
-    return max(peaks)
+        activations.append(memory.held_bytes(rank, chunks))
+    return max(peaks), max(activations)

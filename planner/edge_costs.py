@@ -44,6 +44,7 @@ def edge_costs(
     maximum.
     """
     tables: list[EdgeCosts] = []
+    cands = _short_enough(cands, edges, pair_costs, at_most)
     for edge in edges:
         least, most = pair_costs.limits(edge, cands.ranges[edge.forward], cands.ranges[edge.backward])
         possible = _compatible(cands, edge) & (least <= at_most)
@@ -51,14 +52,37 @@ def edge_costs(
         tables.append(EdgeCosts(edge, np.where(possible, np.where(most <= at_least, most, -1), FORBIDDEN)))
     cands, tables = prune(cands, tables)
     for table in tables:
-        forward, backward = cands.ranges[table.edge.forward], cands.ranges[table.edge.backward]
-        for i, j in np.argwhere(table.cost < 0).tolist():
-            if out_of_time():
-                return None
-            cost = pair_costs.edge(table.edge, forward[i], backward[j])
-            table.cost[i, j] = cost if cost <= at_most else FORBIDDEN
+        if not _fill(table, cands, pair_costs, at_most, out_of_time):
+            return None
     cands, tables = prune(cands, tables)
     return cands, tuple(tables)
+
+
+def _short_enough(cands: Candidates, edges: Sequence[Edge], pair_costs: PairCosts, at_most: int) -> Candidates:
+    """Without ranges that are too long for an edge of their stage whatever the other stage holds."""
+    dropped: set[tuple[int, tuple[int, int]]] = set()
+    for edge in edges:
+        for stage, least in zip((edge.forward, edge.backward), pair_costs.stage_limits(edge), strict=True):
+            dropped |= {(stage, chunk) for chunk in cands.ranges[stage] if least[chunk] > at_most}
+    return cands.without(dropped) if dropped else cands
+
+
+def _fill(
+    table: EdgeCosts, cands: Candidates, pair_costs: PairCosts, at_most: int, out_of_time: Callable[[], bool]
+) -> bool:
+    """Enters what is not costed yet (negative), equal pairs once; False when the time is up first."""
+    forward, backward = cands.ranges[table.edge.forward], cands.ranges[table.edge.backward]
+    rows, columns = np.nonzero(table.cost < 0)
+    kinds_f, kinds_b = pair_costs.kinds(forward), pair_costs.kinds(backward)
+    kinds = np.stack([kinds_f[rows], kinds_b[columns]], axis=1)
+    _, first, which = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+    found = np.empty(len(first), dtype=np.int64)
+    for k, place in enumerate(first.tolist()):
+        if out_of_time():
+            return False
+        found[k] = pair_costs.edge(table.edge, forward[rows[place]], backward[columns[place]])
+    table.cost[rows, columns] = np.where(found > at_most, FORBIDDEN, found)[which.ravel()]
+    return True
 
 
 def stage_costs(cands: Candidates, cost: Table, *, at_most: int | None = None) -> tuple[EdgeCosts, ...]:

@@ -110,6 +110,27 @@ class MemoryModel:
         """Bytes of one stage at its own fullest moment, the embedding table included if it uses it."""
         return int(self._chunk_bytes(stage, chunk).max()) + self.uses_table(chunk) * self.table_bytes
 
+    def pending_bytes(self, chunk: Range) -> int:
+        """Bytes that one micro-batch holds on a stage with these items between its I and its W."""
+        return int(self._pending[chunk[1]] - self._pending[chunk[0]])
+
+    def held_bytes(self, rank: int, chunks: Sequence[Range]) -> int:
+        """Most bytes that a rank holds for passes to come: activations of micro-batches in flight and pending W.
+
+        ``chunks``: the items of every stage.
+        """
+        held = [chunks[stage] for stage in self._stages_on[rank]]
+        activations = [int(self._activations[q] - self._activations[p]) for p, q in held]
+        pending = [self.pending_bytes(chunk) for chunk in held]
+        growth = [int(self._growth[chunk]) for chunk in held]
+        return max(
+            sum(
+                state.in_flight[i] * activations[i] + state.waiting_w[i] * pending[i] + state.backward[i] * growth[i]
+                for i in range(len(held))
+            )
+            for state in self.states[rank]
+        )
+
     def peaks(self, bounds: Bounds) -> tuple[int, ...]:
         """Peak bytes of every rank."""
         chunks = ranges(bounds)

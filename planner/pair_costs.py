@@ -1,14 +1,14 @@
 """Post-overlap cost of passes run together: an interleaving's, or a measured figure where the cost table has one.
 
 Chunks made of equal items in equal order cost the same wherever they stand, so results are kept by the items' own costs
-and renamed for the chunk at hand.
+and renamed for the chunk at hand. Orders that users gave (``patterns``) hold for their own chunks only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from tessera_rt.plan import Action, ActionKind, Interleaving
 from tessera_rt.planner.candidates import Range
 from tessera_rt.planner.overlap_graph import Edge
 from tessera_rt.planner.tables import Table, prefix_sums
+from tessera_rt.scheduler.contention import contended_times
 from tessera_rt.scheduler.graphs import chunk_graph
 from tessera_rt.scheduler.interleave import interleave
+from tessera_rt.scheduler.patterns import Pattern, complete
 from tessera_rt.tasks import Pass, Resource, TaskGraph
 
-STATES_PER_PAIR = 5_000
-"""Where the exact search of a pair stops: a fraction of a second, since a partition looks at hundreds of pairs."""
+STATES_PER_PAIR = 50_000
+"""Where the exact search of a pair stops: about 50 ms, since a plan looks at hundreds of pairs. Released models' pairs
+of up to eight layers in all need fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,10 @@ class _Order:
     order: tuple[int, ...]
     starts_ns: tuple[int, ...]
     makespan_ns: int
-    stretched_ns: int  # the makespan under contention, about
+    stretched_ns: int  # its length under contention
     outputs_ns: tuple[int, ...]  # per pass: end of its last task that is no W, under contention
     method: str
+    bound_ns: int
 
 
 def pair_key(graph: TaskGraph) -> str:
@@ -47,21 +51,33 @@ def pair_key(graph: TaskGraph) -> str:
 class PairCosts:
     """Costs of running passes of item ranges, alone or together. All times are ns.
 
-    ``method``: how tasks are interleaved (``interleave.METHODS``). Instances remember what they computed.
+    ``method``: how tasks are interleaved (``interleave.METHODS``); ``patterns``: given orders of pairs. Instances
+    remember what they computed. Raises ScheduleError for a pattern with a task that its pair lacks.
     """
 
-    def __init__(self, model: ModelSpec, costs: CostTable, *, method: str = "align") -> None:
+    def __init__(
+        self, model: ModelSpec, costs: CostTable, *, method: str = "exact", patterns: Sequence[Pattern] = ()
+    ) -> None:
         self.model = model
         self.costs = costs
         self.method = method
         forward = [chunk_graph(model, costs, i, i + 1, Pass.F) for i in range(len(model.items))]
         backward = [chunk_graph(model, costs, i, i + 1, Pass.B) for i in range(len(model.items))]
+        self._patterns = {(pattern.forward, pattern.backward): pattern for pattern in patterns}
+        self._given = {chunk for pair in self._patterns for chunk in pair}
         self._class_of = _number(_signature(f, b) for f, b in zip(forward, backward, strict=True))
         self._graphs: dict[tuple[ActionKind, Range], TaskGraph] = {}
         self._orders: dict[tuple[tuple[ActionKind, tuple[int, ...]], ...], _Order] = {}
+        self._given_orders: dict[tuple[tuple[ActionKind, Range], ...], _Order] = {}
         self._pairs: dict[tuple[Range, Range], int] = {}
+        self._kinds: dict[tuple[int, ...] | Range, int] = {}
         self._forward_sums = _PrefixSums.of(forward)
         self._backward_sums = _PrefixSums.of(backward)
+
+    @property
+    def orders(self) -> int:
+        """Number of orders made so far: of single passes and of different pairs."""
+        return len(self._orders) + len(self._given_orders)
 
     def graph(self, kind: ActionKind, chunk: Range) -> TaskGraph:
         """Tasks of a pass over a chunk; ``B`` brings its W tasks, ``I`` does not."""
@@ -83,13 +99,11 @@ class PairCosts:
             makespan_ns=found.makespan_ns,
             comm_sms=self.costs.comm_sms,
             method=found.method,
+            bound_ns=found.bound_ns,
         )
 
     def timing(self, action: Action, chunk_of: Sequence[Range]) -> tuple[int, tuple[int, ...]]:
-        """Length of an action (ns), and for each of its passes when its output exists (W tasks left out).
-
-        Contention stretches both by the compute that communication slows down.
-        """
+        """Length of an action under contention (ns), and when the output of each of its passes exists (W left out)."""
         parts = tuple((part.kind, chunk_of[part.stage]) for part in action.passes)
         found = self._order(parts)
         return found.stretched_ns, found.outputs_ns
@@ -114,6 +128,11 @@ class PairCosts:
         if edge.overlapped:
             return self.pair(forward, backward)
         return self.solo(ActionKind.F, forward) + self.solo(ActionKind.B, backward)
+
+    def kinds(self, chunks: Sequence[Range]) -> Table:
+        """A number for each range; ranges of equal items in equal order have the same, unless a pattern names one."""
+        keys = ((-1, *chunk) if chunk in self._given else self._class_of[slice(*chunk)] for chunk in chunks)
+        return np.array([self._kinds.setdefault(key, len(self._kinds)) for key in keys], np.int64)
 
     def limits(self, edge: Edge, forward: Sequence[Range], backward: Sequence[Range]) -> tuple[Table, Table]:
         """[len(forward), len(backward)] each: least and greatest possible cost of pairs, without scheduling them."""
@@ -173,30 +192,50 @@ class PairCosts:
         return pair_key(self.graph(ActionKind.F, forward).merged(self.graph(ActionKind.B, backward)))
 
     def _order(self, parts: tuple[tuple[ActionKind, Range], ...]) -> _Order:
+        pattern = self._pattern(parts)
+        if pattern is not None:
+            if parts not in self._given_orders:
+                self._given_orders[parts] = self._made(parts, pattern)
+            return self._given_orders[parts]
         key = tuple((kind, self._class_of[chunk[0] : chunk[1]]) for kind, chunk in parts)
         if key not in self._orders:
-            graph = self.graph(*parts[0])
-            for part in parts[1:]:
-                graph = graph.merged(self.graph(*part))
-            made = interleave(graph, "", method=self.method, comm_sms=self.costs.comm_sms, max_states=STATES_PER_PAIR)
-            place = {name: i for i, name in enumerate(graph.names)}
-            ends: dict[str, int] = {}
-            for name, start in zip(made.order, made.starts_ns, strict=True):
-                ends[name] = start + graph.by_name[name].ns
-            stretch = 1 + self.costs.contention * _both_busy(graph, made) / max(1, made.makespan_ns)
-            outputs = (
-                max((ends[task.name] for task in self.graph(*part).tasks if task.pass_ is not Pass.W), default=0)
-                for part in parts
-            )
-            self._orders[key] = _Order(
-                order=tuple(place[name] for name in made.order),
-                starts_ns=made.starts_ns,
-                makespan_ns=made.makespan_ns,
-                stretched_ns=round(made.makespan_ns * stretch),
-                outputs_ns=tuple(round(output * stretch) for output in outputs),
-                method=made.method,
-            )
+            self._orders[key] = self._made(parts, None)
         return self._orders[key]
+
+    def _pattern(self, parts: Sequence[tuple[ActionKind, Range]]) -> Pattern | None:
+        if not self._patterns or len(parts) != 2 or parts[0][0] is not ActionKind.F:
+            return None
+        pattern = self._patterns.get((parts[0][1], parts[1][1]))
+        if pattern is None or parts[1][0] is not ActionKind.I:
+            return pattern
+        # Without W tasks the rest of the pattern still holds.
+        return replace(pattern, order=tuple(name for name in pattern.order if not name.startswith("W_")))
+
+    def _made(self, parts: Sequence[tuple[ActionKind, Range]], pattern: Pattern | None) -> _Order:
+        graphs = [self.graph(*part) for part in parts]
+        graph = graphs[0]
+        for other in graphs[1:]:
+            graph = graph.merged(other)
+        sms, contention = self.costs.comm_sms, self.costs.contention
+        if pattern is not None:
+            made = complete(pattern, graph, "", method=self.method, comm_sms=sms)
+        else:
+            made = interleave(
+                graph, "", method=self.method, comm_sms=sms, contention=contention, max_states=STATES_PER_PAIR
+            )
+        _, ends = contended_times(made.order, graph, contention)
+        place = {name: i for i, name in enumerate(graph.names)}
+        return _Order(
+            order=tuple(place[name] for name in made.order),
+            starts_ns=made.starts_ns,
+            makespan_ns=made.makespan_ns,
+            stretched_ns=max(ends.values(), default=0),
+            outputs_ns=tuple(
+                max((ends[task.name] for task in own.tasks if task.pass_ is not Pass.W), default=0) for own in graphs
+            ),
+            method=made.method,
+            bound_ns=made.bound_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,24 +274,6 @@ class _PrefixSums:
         start = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
         stop = np.array([chunk[1] for chunk in chunks], dtype=np.int64)
         return _Loads(*(sums[stop] - sums[start] for sums in (self.comp, self.comm, self.path)))
-
-
-def _both_busy(graph: TaskGraph, made: Interleaving) -> int:
-    """For how long (ns) both lanes are busy at once."""
-    lanes: dict[Resource, list[tuple[int, int]]] = {Resource.COMP: [], Resource.COMM: []}
-    for name, start in zip(made.order, made.starts_ns, strict=True):
-        task = graph.by_name[name]
-        lanes[task.resource].append((start, start + task.ns))
-    compute = lanes[Resource.COMP]  # by start, as each lane's tasks are in an interleaving
-    total = first = 0
-    for start, end in lanes[Resource.COMM]:
-        while first < len(compute) and compute[first][1] <= start:
-            first += 1
-        for begin, stop in islice(compute, first, None):
-            if begin >= end:
-                break
-            total += max(0, min(end, stop) - max(start, begin))
-    return total
 
 
 def _longest_path(graph: TaskGraph) -> int:

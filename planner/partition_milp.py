@@ -62,16 +62,17 @@ def scipy_solver(problem: MilpProblem, time_limit_s: float) -> MilpAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MilpPartition:
+class MinMax:
     """``value``: largest cost (ns) or memory (bytes) of the partition; none of the candidates' is below ``bound``.
 
-    ``status``: optimal | incumbent (the time was up).
+    ``status``: optimal | incumbent (a limit came first). ``method``: what found and proved it.
     """
 
     bounds: Bounds
     value: int
     bound: int
     status: str
+    method: str = "milp"
 
 
 def partition_milp(
@@ -82,7 +83,7 @@ def partition_milp(
     limit: int = 0,
     time_limit_s: float = 60.0,
     solver: Solver = scipy_solver,
-) -> MilpPartition | None:
+) -> MinMax | None:
     """The partition among the candidates with the least largest cost, or without ``costs`` the least largest memory.
 
     ``limit``: bytes per rank, 0 for none. None if the time is up before the solver has found anything. Raises
@@ -107,9 +108,9 @@ def partition_milp(
     if not costs and memory is not None:
         value = max(memory.peaks(bounds))
     if answer.status == "optimal":
-        return MilpPartition(bounds=bounds, value=value, bound=value, status="optimal")
+        return MinMax(bounds=bounds, value=value, bound=value, status="optimal")
     proven = 0 if answer.bound is None else int(answer.bound * problem.scale * (1 - 1e-8))  # a float, so a little less
-    return MilpPartition(bounds=bounds, value=value, bound=max(0, min(value, proven)), status="incumbent")
+    return MinMax(bounds=bounds, value=value, bound=max(0, min(value, proven)), status="incumbent")
 
 
 def _cost(cands: Candidates, table: EdgeCosts, bounds: Bounds) -> int:

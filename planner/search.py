@@ -1,92 +1,38 @@
 """Partitions for every objective, and the baselines they are compared with.
 
-- ``t_dom``: the least largest edge cost (``milp``: exact among the candidates; ``chain-dp``: exact if all edges are
-  self-loops, else by additive costs),
-- ``serial``: the least largest serial time of a stage,
-- ``memory``: the least peak memory,
-- ``step``: the best *simulated* step among all of these and a local search on the estimated step. T_dom alone leaves
+- ``t_dom``, ``serial``, ``memory``: ``least.py``;
+- ``step``: the best *simulated* step among all of these and what ``step_tuning.py`` finds from them. T_dom alone leaves
   most boundaries free (one heavy chunk fixes it), so its optimum can be slower than a plain balanced partition.
-
-T_dom and its bound are without contention between compute and communication, simulated steps are with it.
-
-Ties go to the partition whose heaviest rank has least to do, then to the least sum of squared stage times.
+  Simulated steps are with contention between compute and communication.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from tessera_rt.planner.baselines import balanced, equal_layers, load_key, memory_balanced, parameter_balanced
-from tessera_rt.planner.candidates import Bounds, Candidates, candidates, shortest_chunk
-from tessera_rt.planner.chain_dp import Key, chain_partition, improve
-from tessera_rt.planner.edge_costs import edge_costs, prune, stage_costs
-from tessera_rt.planner.memory_bound import memory_bound
-from tessera_rt.planner.partition_milp import MilpPartition, Solver, partition_milp
+from tessera_rt.planner.baselines import balanced, equal_layers, memory_balanced, parameter_balanced
+from tessera_rt.planner.candidates import Bounds
+from tessera_rt.planner.least import Clock, Found, Options, least_memory, least_serial, least_t_dom, shortest
 from tessera_rt.planner.setting import Setting
-from tessera_rt.planner.step_estimate import StepEstimate
-from tessera_rt.planner.tables import FORBIDDEN
+from tessera_rt.planner.step_tuning import tuned
 
-TIE_EVALUATIONS = 2_000
-"""Partitions looked at to break ties: about a second."""
-TUNED_STARTS = 4
-"""Fastest partitions from which the estimated step is searched."""
-TUNE_ACTIONS = 4_000_000
-"""Work of these searches, in actions estimated: some seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to search; see ``build_plan``."""
-
-    objective: str
-    partitioner: str
-    window: int | None
-    time_limit_s: float
-    solver: Solver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A partition and how it was found. ``bound_ns``: no partition's T_dom is less. ``status``: as in ``SolverStatus``.
-
-    ``alternatives``: (name, simulated step time in ns) of everything that was simulated.
-    """
-
-    bounds: Bounds
-    method: str
-    status: str
-    bound_ns: int
-    alternatives: tuple[tuple[str, int], ...] = ()
-
-
-class _Clock:
-    """A time limit that begins to run when it is made."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, negative once the time is up."""
-        return self._end - time.monotonic()
-
-    def is_up(self) -> bool:
-        return self.left <= 0
+TUNE_PASSES = 6_000_000
+"""Work of tuning a step, in passes simulated: about ten seconds."""
+MOST_EVALUATIONS = 4_000
+"""Partitions it looks at however short a step is."""
+OWN_SHARE = 8
+"""One in so many more is timed with the setting's own method."""
 
 
 def search(setting: Setting, start: Bounds, options: Options) -> Found:
     """The best partition for the objective. ``start``: a serial-balanced partition that keeps the memory limit."""
     match options.objective:
         case "t_dom":
-            return _least_t_dom(setting, start, options)
+            return least_t_dom(setting, start, options)
         case "serial":
-            return _least_serial(setting, start, options)
+            return least_serial(setting, start, options)
         case "memory":
-            return _least_memory(setting, start, options)
+            return least_memory(setting, start, options)
         case _:
             return _least_step(setting, start, options)
 
@@ -96,7 +42,7 @@ def search(setting: Setting, start: Bounds, options: Options) -> Found:
 
 def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
     """The fastest in simulation: never slower than the equal, balanced and T_dom-optimal partitions that fit."""
-    t_dom = _least_t_dom(setting, start, options)
+    t_dom = least_t_dom(setting, start, options)
     ranks = setting.template.stage_ranks
     named: dict[str, Bounds] = {
         "equal layers": equal_layers(setting.model, setting.stages),
@@ -106,8 +52,8 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
         "overlap-balanced": balanced(setting.quick, ranks, setting.memory, setting.limit) or start,
         "t_dom": t_dom.bounds,
     }
-    fitting = sorted((bounds for bounds in named.values() if not setting.excess(bounds)), key=setting.step_ns)
-    named["step-tuned"] = _tuned(setting, list(dict.fromkeys(fitting))[:TUNED_STARTS], _Clock(options.time_limit_s))
+    count = default_evaluations(setting) if options.evaluations is None else options.evaluations
+    named["step-tuned"] = step_tuned(setting, list(named.values()), count, Clock(options.time_limit_s).is_up)
     best = min(
         (name for name, bounds in named.items() if not setting.excess(bounds)),
         key=lambda name: (setting.step_ns(named[name]), setting.t_dom(named[name])),
@@ -126,185 +72,39 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
     )
 
 
-def _tuned(setting: Setting, starts: Sequence[Bounds], clock: _Clock) -> Bounds:
-    """The fastest in simulation of the local optima of the estimated step near the starts."""
-    estimate = StepEstimate(setting)
-    optima = {
-        improve(
-            start,
-            lambda moved: (excess, 0) if (excess := setting.excess(moved)) else (0, estimate(moved)),
-            shortest=_shortest(setting),
-            evaluations=TUNE_ACTIONS // max(1, estimate.actions * len(starts)),
-            out_of_time=clock.is_up,
-        )
-        for start in starts
-    }
-    return min(sorted(optima), key=setting.step_ns)
+def step_tuned(
+    setting: Setting,
+    starts: Sequence[Bounds],
+    evaluations: int,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Bounds:
+    """The fastest partition found in so many evaluations; never slower than the starts that keep the memory limit.
 
-
-# -- T_dom -------------------------------------------------------------------------------------------
-
-
-def _least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
-    """The least T_dom; the chain partition's when the solver runs out of time with nothing to show."""
-    clock = _Clock(options.time_limit_s)
-    chain = _chain(setting, start)
-    if options.partitioner == "chain-dp":
-        return chain
-    near = [start, chain.bounds]
-    best = _ties_broken(setting, min(near, key=setting.t_dom), _Clock(clock.left / 2))
-    centers = [*near, best]
-    cands = _near(setting, centers, options)
-    result = _milp(setting, cands, centers, chain.bound_ns, options, clock)
-    if result is not None and result.value < setting.t_dom(best):
-        best = _ties_broken(setting, result.bounds, clock)
-    bound = _global_bound(setting, chain.bound_ns, result, cands)
-    status = _status(setting.t_dom(best), bound, result)
-    return Found(bounds=best, method="milp" if result else _fallback(options), status=status, bound_ns=bound)
-
-
-def _global_bound(setting: Setting, known: int, result: MilpPartition | None, cands: Candidates) -> int:
-    """A lower bound for every partition: ``known``, or the solver's if the candidates were all there are."""
-    every = candidates(len(setting.model.items), setting.stages, window=None)
-    complete = all(set(free) <= set(own) for free, own in zip(every.ranges, cands.ranges, strict=True))
-    return max(known, result.bound) if result is not None and complete else known
-
-
-def _status(value: float, bound: int, result: MilpPartition | None) -> str:
-    """``SolverStatus.status`` of a partition with ``value`` when no partition at all has less than ``bound``."""
-    if value <= bound:
-        return "optimal"
-    if result is None:
-        return "heuristic"
-    return "optimal-in-window" if result.status == "optimal" else result.status
-
-
-def _fallback(options: Options) -> str:
-    return f"chain-dp and local search (milp found nothing in {options.time_limit_s:g} s)"
-
-
-def _milp(
-    setting: Setting, cands: Candidates, centers: Sequence[Bounds], at_least: int, options: Options, clock: _Clock
-) -> MilpPartition | None:
-    """The program over the candidates, which the centers are among; None if the time is up first."""
-    made = edge_costs(
-        cands,
-        setting.edges,
-        setting.pairs,
-        at_most=min(map(setting.t_dom, centers)),
-        at_least=at_least,
-        out_of_time=clock.is_up,
+    Most are made with pairs in +Align's order, which takes a tenth of the time to find; the setting's own method looks
+    at the starts and around the best.
+    """
+    quick = setting.with_method("align")
+    best = tuned(
+        quick.step_ns,
+        starts,
+        shortest=shortest(setting),
+        evaluations=evaluations,
+        excess=setting.excess,
+        out_of_time=out_of_time,
     )
-    if made is None:
-        return None
-    cands, tables = made
-    return partition_milp(
-        cands, tables, memory=setting.memory, limit=setting.limit, time_limit_s=clock.left, solver=options.solver
+    if quick is setting:
+        return best
+    return tuned(
+        setting.step_ns,
+        [best, *starts],
+        shortest=shortest(setting),
+        evaluations=evaluations // OWN_SHARE,
+        excess=setting.excess,
+        out_of_time=out_of_time,
     )
 
 
-def _ties_broken(setting: Setting, bounds: Bounds, clock: _Clock) -> Bounds:
-    """Among partitions of the same T_dom nearby: least load of the heaviest rank, then least sum of squares."""
-    t_dom = setting.t_dom(bounds)
-
-    def key(moved: Bounds) -> Key:
-        excess, least = setting.excess(moved), setting.pairs.largest_limit(setting.edges, moved)
-        if excess or least > t_dom:  # worse already: no pair need be scheduled to know
-            return (excess, least, 0, 0)
-        return (excess, setting.t_dom(moved), max(setting.rank_loads(moved)), setting.squares(moved))
-
-    return improve(bounds, key, shortest=_shortest(setting), evaluations=TIE_EVALUATIONS, out_of_time=clock.is_up)
-
-
-def _chain(setting: Setting, start: Bounds) -> Found:
-    """By dynamic programming: exact for T_dom if all edges are self-loops, else by additive costs with overlap."""
-    ranks = setting.template.stage_ranks
-    if not setting.only_self_loops:
-        quick = balanced(setting.quick, ranks, setting.memory, setting.limit) or start
-        bounds = min((start, quick), key=setting.t_dom)
-        bound = t_dom_bound(setting)
-        return Found(
-            bounds=bounds, method="chain-dp", status=_status(setting.t_dom(bounds), bound, None), bound_ns=bound
-        )
-    table = np.full((setting.stages, *setting.serial.shape), FORBIDDEN, dtype=np.int64)
-    for edge in setting.edges:
-        least, _ = setting.pairs.stage_limits(edge)
-        for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
-            table[edge.forward, p, q] = setting.pairs.edge(edge, (p, q), (p, q))
-    bounds = balanced(table, ranks, setting.memory, setting.limit) or start
-    t_dom = setting.t_dom(bounds)
-    bound = t_dom if setting.one_stage_a_rank or not setting.limit else t_dom_bound(setting)
-    return Found(bounds=bounds, method="chain-dp", status=_status(t_dom, bound, None), bound_ns=bound)
-
-
-def t_dom_bound(setting: Setting) -> int:
-    """A lower bound of T_dom (ns) for every partition: no stage's edges can be faster than its own passes allow."""
-    size = len(setting.model.items) + 1
-    table = np.zeros((setting.stages, size, size), dtype=np.int64)
-    for edge in setting.edges:
-        forward, backward = setting.pairs.stage_limits(edge)
-        table[edge.forward] = np.maximum(table[edge.forward], forward)
-        table[edge.backward] = np.maximum(table[edge.backward], backward)
-    found = chain_partition(table, setting.stages)
-    assert found is not None, "nothing is forbidden"
-    return found[1]
-
-
-# -- serial time and memory ------------------------------------------------------------------------
-
-
-def _least_serial(setting: Setting, start: Bounds, options: Options) -> Found:
-    bound = t_dom_bound(setting)
-    load = load_key(setting.serial, setting.template.stage_ranks)
-    free = chain_partition(setting.serial, setting.stages)
-    assert free is not None, "nothing is forbidden"
-    exact = setting.one_stage_a_rank or not setting.limit
-    least = int(load(start)[0]) if exact else free[1]
-    if options.partitioner == "chain-dp":
-        return Found(bounds=start, method="chain-dp", status=_status(load(start)[0], least, None), bound_ns=bound)
-    cands = _near(setting, [start], options)
-    left, tables = prune(cands, stage_costs(cands, setting.serial, at_most=int(load(start)[0])))
-    result = partition_milp(
-        left,
-        tables,
-        memory=setting.memory,
-        limit=setting.limit,
-        time_limit_s=options.time_limit_s,
-        solver=options.solver,
-    )
-    if result is None:
-        status = _status(load(start)[0], least, None)
-        return Found(bounds=start, method=_fallback(options), status=status, bound_ns=bound)
-    bounds = improve(
-        min((start, result.bounds), key=load),
-        lambda moved: (setting.excess(moved), *load(moved)),
-        shortest=_shortest(setting),
-        evaluations=TIE_EVALUATIONS,
-    )
-    status = _status(load(bounds)[0], _global_bound(setting, least, result, cands), result)
-    return Found(bounds=bounds, method="milp", status=status, bound_ns=bound)
-
-
-def _least_memory(setting: Setting, start: Bounds, options: Options) -> Found:
-    bound = t_dom_bound(setting)
-    balanced_memory = memory_balanced(setting.template.stage_ranks, setting.memory)
-    status = "optimal" if setting.one_stage_a_rank else "heuristic"
-    chain = Found(bounds=balanced_memory, method="chain-dp", status=status, bound_ns=bound)
-    if options.partitioner == "chain-dp" or setting.one_stage_a_rank:
-        return chain
-    cands = _near(setting, [start, balanced_memory], options)
-    result = partition_milp(cands, [], memory=setting.memory, time_limit_s=options.time_limit_s, solver=options.solver)
-    if result is None:
-        return Found(bounds=balanced_memory, method=_fallback(options), status=status, bound_ns=bound)
-    bounds = min((balanced_memory, result.bounds), key=lambda found: max(setting.memory.peaks(found)))
-    least = _global_bound(setting, memory_bound(setting.memory).bound, result, cands)
-    status = _status(max(setting.memory.peaks(bounds)), least, result)
-    return Found(bounds=bounds, method="milp", status=status, bound_ns=bound)
-
-
-def _near(setting: Setting, centers: Sequence[Bounds], options: Options) -> Candidates:
-    return candidates(len(setting.model.items), setting.stages, centers, window=options.window)
-
-
-def _shortest(setting: Setting) -> int:
-    return shortest_chunk(len(setting.model.items), setting.stages)
+def default_evaluations(setting: Setting) -> int:
+    """How many partitions tuning looks at by default: fewer the longer a step is."""
+    passes = sum(len(action.passes) for row in setting.template.actions for action in row)
+    return min(MOST_EVALUATIONS, TUNE_PASSES // max(1, passes))

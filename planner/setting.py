@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 
 from tessera_rt.costs import CostTable
@@ -14,23 +15,80 @@ from tessera_rt.planner.edge_costs import largest_cost
 from tessera_rt.planner.memory import MemoryModel
 from tessera_rt.planner.overlap_graph import Edge, cost_edges
 from tessera_rt.planner.pair_costs import PairCosts
+from tessera_rt.planner.step_clock import StepClock
 from tessera_rt.planner.tables import Table, range_sums
-from tessera_rt.scheduler.simulate import step_time
+from tessera_rt.scheduler.chunked import halved_costs
+from tessera_rt.scheduler.patterns import Pattern
 from tessera_rt.scheduler.templates import Template
 
 
 class Setting:
-    """Model, template and costs, with a memory ``limit`` in bytes per rank (0: none). Remembers simulated steps."""
+    """Model, template and costs, with a memory ``limit`` in bytes per rank (0: none). Remembers simulated steps.
 
-    def __init__(self, model: ModelSpec, costs: CostTable, template: Template, *, limit: int, method: str) -> None:
+    ``pairs``: of the same model, costs, method and patterns, so that settings can share what they know.
+
+    ``method`` and ``patterns``: as in ``PairCosts``. ``halves``: MoE layers of actions that run ``chunked.alone`` go in
+    two halves (only simulated).
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        costs: CostTable,
+        template: Template,
+        *,
+        limit: int,
+        method: str,
+        patterns: Sequence[Pattern] = (),
+        halves: bool = False,
+        pairs: PairCosts | None = None,
+    ) -> None:
         self.model = model
         self.costs = costs
         self.template = template
         self.limit = limit
-        self.pairs = PairCosts(model, costs, method=method)
+        self.patterns = tuple(patterns)
+        self.pairs = pairs or PairCosts(model, costs, method=method, patterns=patterns)
         self.memory = MemoryModel(model, costs, template)
         self.edges: tuple[Edge, ...] = cost_edges(template)
-        self._steps: dict[Bounds, int] = {}
+        self.alone_pairs: PairCosts | None = None
+        self.clock = StepClock(template.stage_ranks, template.actions, self.pairs)
+        if halves:
+            self._halve()
+
+    def with_halves(self, alone_pairs: PairCosts | None = None) -> Setting:
+        """The same with MoE layers in halves where passes run alone (``alone_pairs``: if known already)."""
+        other = copy(self)
+        other._halve(alone_pairs)
+        return other
+
+    def with_method(self, method: str) -> Setting:
+        """The same with pairs ordered by another method; itself if it is this one's."""
+        if method == self.pairs.method:
+            return self
+        other = copy(self)
+        other.pairs = PairCosts(self.model, self.costs, method=method, patterns=self.patterns)
+        if self.alone_pairs is not None:
+            other._halve()
+        else:
+            other.clock = StepClock(self.template.stage_ranks, self.template.actions, other.pairs)
+        return other
+
+    def _halve(self, alone_pairs: PairCosts | None = None) -> None:
+        costs = halved_costs(self.model, self.costs)
+        self.alone_pairs = alone_pairs or PairCosts(self.model, costs, method=self.pairs.method)
+        template = self.template
+        self.clock = StepClock(template.stage_ranks, template.actions, self.pairs, alone_pairs=self.alone_pairs)
+
+    def with_template(self, template: Template) -> Setting:
+        """The same for another order of the same stages; what is known of pairs is shared."""
+        other = copy(self)
+        other.__dict__.pop("distinct_actions", None)  # of the other order
+        other.template = template
+        other.memory = MemoryModel(self.model, self.costs, template)
+        other.edges = cost_edges(template)
+        other.clock = self.clock.for_order(template.actions)
+        return other
 
     @property
     def stages(self) -> int:
@@ -92,29 +150,10 @@ class Setting:
     def interleavings(self, bounds: Bounds) -> Mapping[str, Interleaving]:
         """Key -> interleaving of every action of the template."""
         chunks = ranges(bounds)
-        return {action.key: self.pairs.interleaving(action, chunks) for action in self.distinct_actions}
+        return {
+            action.key: self.clock.pairs_of(action).interleaving(action, chunks) for action in self.distinct_actions
+        }
 
     def step_ns(self, bounds: Bounds) -> int:
         """Simulated step time."""
-        if bounds not in self._steps:
-            self._steps[bounds] = step_time(
-                self.template.stage_ranks,
-                self.template.actions,
-                ranges(bounds),
-                self.interleavings(bounds),
-                self.model,
-                self.costs,
-            )
-        return self._steps[bounds]
-
-    def boundary_ns(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """For each boundary between stages: how long a message takes to cross it (0 within a rank)."""
-        times: list[int] = []
-        ranks = self.template.stage_ranks
-        for stage, position in enumerate(bounds[1:-1]):
-            if ranks[stage] == ranks[stage + 1]:
-                times.append(0)
-            else:
-                size = self.costs.memory[self.model.items[position - 1].label].output if position else 0
-                times.append(self.costs.link.occupancy_ns(size) + self.costs.link.latency_ns)
-        return tuple(times)
+        return self.clock(bounds)

@@ -17,13 +17,21 @@ def evaluate_contended(order: Sequence[str], graph: TaskGraph, contention: float
     ns. Without contention this is ``evaluate``. Raises ScheduleError as ``evaluate`` does, and for a contention that is
     negative, infinite or NaN.
     """
+    starts, ends = contended_times(order, graph, contention)
+    return starts, max(ends.values(), default=0)
+
+
+def contended_times(order: Sequence[str], graph: TaskGraph, contention: float) -> tuple[dict[str, int], dict[str, int]]:
+    """The same, as start and end of each task."""
     if not 0 <= contention < float("inf"):
         raise ScheduleError.of("contention", [Problem("contention", contention, "a finite number of at least 0")])
-    starts, makespan = evaluate(order, graph)
-    return _contended(order, graph, 1 + contention) if contention else (starts, makespan)
+    starts, _ = evaluate(order, graph)
+    if not contention:
+        return starts, {name: start + graph.by_name[name].ns for name, start in starts.items()}
+    return _contended(order, graph, 1 + contention)
 
 
-def _contended(order: Sequence[str], graph: TaskGraph, stretch: float) -> tuple[dict[str, int], int]:
+def _contended(order: Sequence[str], graph: TaskGraph, stretch: float) -> tuple[dict[str, int], dict[str, int]]:
     tasks = [graph.by_name[name] for name in order]
     queues = (
         [task for task in tasks if task.resource is Resource.COMP],
@@ -33,7 +41,7 @@ def _contended(order: Sequence[str], graph: TaskGraph, stretch: float) -> tuple[
     end: list[int | None] = [None, None]  # of the task that runs on each lane
     work, since = 0.0, 0  # what the running COMP task had left, in ns at full rate, when the rate last changed
     starts: dict[str, int] = {}
-    done: set[str] = set()
+    ends: dict[str, int] = {}
     now = 0
 
     def start(lane: int) -> bool:
@@ -42,7 +50,7 @@ def _contended(order: Sequence[str], graph: TaskGraph, stretch: float) -> tuple[
         if end[lane] is not None or position[lane] == len(queues[lane]):
             return False
         task = queues[lane][position[lane]]
-        if not done.issuperset(task.deps):
+        if any(dep not in ends for dep in task.deps):
             return False
         position[lane] += 1
         starts[task.name] = now
@@ -70,9 +78,9 @@ def _contended(order: Sequence[str], graph: TaskGraph, stretch: float) -> tuple[
         assert ended is not None
         now = ended
         end[lane] = None
-        done.add(queues[lane][position[lane] - 1].name)
+        ends[queues[lane][position[lane] - 1].name] = now
         started = start(COMM)
         if started != (lane == COMM):
             change_rate(started)
         start(COMP)
-    return starts, now
+    return starts, ends

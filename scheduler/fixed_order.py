@@ -18,14 +18,14 @@ from tessera_rt.tasks import Pass, Task, TaskGraph, TaskKind
 
 _SLOTS: tuple[tuple[Pass, tuple[TaskKind, ...]], ...] = (
     (Pass.B, (TaskKind.POST, TaskKind.COMB)),
-    (Pass.F, (TaskKind.MTP, TaskKind.ATTN, TaskKind.ROUTE, TaskKind.COUNT)),
-    (Pass.B, (TaskKind.SHARED, TaskKind.MLP)),
+    (Pass.F, (TaskKind.MTP, TaskKind.TP_IN, TaskKind.ATTN, TaskKind.TP, TaskKind.ROUTE, TaskKind.COUNT)),
+    (Pass.B, (TaskKind.TP_MLP, TaskKind.SHARED, TaskKind.MLP, TaskKind.TP_MLP_IN)),
     (Pass.F, (TaskKind.DISP,)),
     (Pass.W, (TaskKind.MLP, TaskKind.SHARED)),
     (Pass.B, (TaskKind.DISP,)),
-    (Pass.F, (TaskKind.SHARED, TaskKind.MLP)),
+    (Pass.F, (TaskKind.TP_MLP_IN, TaskKind.SHARED, TaskKind.MLP, TaskKind.TP_MLP)),
     (Pass.F, (TaskKind.COMB,)),
-    (Pass.B, (TaskKind.ROUTE, TaskKind.ATTN, TaskKind.MTP)),
+    (Pass.B, (TaskKind.ROUTE, TaskKind.TP, TaskKind.ATTN, TaskKind.TP_IN, TaskKind.MTP)),
 )
 # Behind these: the weighted sum waits for the combine, so W goes first and hides it, except in the forward's last
 # layer, whose output is waited for on another rank.

@@ -29,7 +29,7 @@ def chunk_graph(
 
     ``with_w``: whether a backward has its W tasks. Raises CostError when the table lacks a task.
     """
-    return costs.apply(chunk_tasks(model.items[start:stop], pass_, with_w=with_w))
+    return costs.apply(chunk_tasks(model.items[start:stop], pass_, with_w=with_w, tp=costs.workload.tp))
 
 
 def action_graph(key: str, model: ModelSpec, costs: CostTable, bounds: Bounds) -> TaskGraph:

@@ -48,17 +48,17 @@ class Pattern:
     line: int
 
 
-def load_patterns(path: str | Path, model: ModelSpec) -> tuple[Pattern, ...]:
+def load_patterns(path: str | Path, model: ModelSpec, *, tp: int = 1) -> tuple[Pattern, ...]:
     """The patterns of a file; see ``patterns_from_yaml``. Raises ScheduleError also for a file that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError.of(str(path), [Problem("file", str(path), "a readable text file", str(error))]) from None
-    return patterns_from_yaml(text, model, str(path))
+    return patterns_from_yaml(text, model, str(path), tp=tp)
 
 
-def patterns_from_yaml(text: str, model: ModelSpec, where: str = "patterns") -> tuple[Pattern, ...]:
-    """All patterns of a document, checked against ``model``.
+def patterns_from_yaml(text: str, model: ModelSpec, where: str = "patterns", *, tp: int = 1) -> tuple[Pattern, ...]:
+    """All patterns of a document, checked against ``model`` on ``tp`` tensor-parallel ranks.
 
     Raises one ScheduleError with the line of each fault: an unknown key, item or task, a chunk that is not contiguous,
     a task named twice or before something that it depends on, two patterns for one pair.
@@ -69,7 +69,7 @@ def patterns_from_yaml(text: str, model: ModelSpec, where: str = "patterns") -> 
     patterns: list[Pattern] = []
     entries = _mapping(node, (_ROOT,), "document", problems).get(_ROOT)
     for entry in _items(entries, _ROOT, problems):
-        pattern = _pattern(entry, model, problems)
+        pattern = _pattern(entry, model, tp, problems)
         if pattern is None:
             continue
         twin = next((p for p in patterns if (p.forward, p.backward) == (pattern.forward, pattern.backward)), None)
@@ -120,7 +120,7 @@ def _chained(graph: TaskGraph, order: Sequence[str]) -> TaskGraph:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _pattern(node: yaml.Node, model: ModelSpec, problems: list[Problem]) -> Pattern | None:
+def _pattern(node: yaml.Node, model: ModelSpec, tp: int, problems: list[Problem]) -> Pattern | None:
     """The pattern of an entry; None when something that it cannot do without is wrong."""
     entry = _mapping(node, _ENTRY, "pattern", problems)
     pair = _mapping(entry["chunk_pair"], _PAIR, "chunk_pair", problems) if "chunk_pair" in entry else {}
@@ -128,8 +128,8 @@ def _pattern(node: yaml.Node, model: ModelSpec, problems: list[Problem]) -> Patt
     if "pattern" not in entry or len(chunks) < 2 or chunks[0] is None or chunks[1] is None:
         return None
     forward, backward = chunks[0], chunks[1]
-    graph = chunk_tasks(model.items[slice(*forward)], Pass.F)
-    graph = graph.merged(chunk_tasks(model.items[slice(*backward)], Pass.B))
+    graph = chunk_tasks(model.items[slice(*forward)], Pass.F, tp=tp)
+    graph = graph.merged(chunk_tasks(model.items[slice(*backward)], Pass.B, tp=tp))
     names = [(_text(item), item) for item in _items(entry["pattern"], "pattern", problems)]
     try:
         expanded = expand_each([name for name, _ in names], graph)

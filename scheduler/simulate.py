@@ -25,6 +25,7 @@ from tessera_rt.costs import CostTable
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Interleaving, Plan
+from tessera_rt.scheduler.chunked import MOE_HALVES, halved_costs
 from tessera_rt.scheduler.graphs import Bounds
 from tessera_rt.scheduler.simulate_program import Program, build_program
 from tessera_rt.scheduler.simulate_run import Transfer, run_program
@@ -55,6 +56,7 @@ def simulate(
         overlap=overlap,
         contention=contention,
         label=label or plan.template,
+        halves=MOE_HALVES in plan.simulate_only,
     )
 
 
@@ -70,12 +72,24 @@ def simulate_schedule(
     contention: float | None = None,
     label: str = "",
     copies: int = 1,
+    halves: bool = False,
 ) -> Timeline:
     """The same before there is a Plan: ``stage_ranks[s]`` and items ``bounds[s]`` of every stage, ``actions[r]`` of
     every rank, one interleaving per action key (not looked at with overlap off). ``copies``: the stages are that many
-    copies of the model one after the other, and each micro-batch goes through one of them."""
-    program = build_program(stage_ranks, actions, bounds, interleavings, model, costs, overlap=overlap, copies=copies)
-    _, transfers = run_program(program, _rate(costs, contention))
+    copies of the model one after the other, and each micro-batch goes through one of them. ``halves``: MoE layers of
+    actions that run ``chunked.alone`` go in two halves."""
+    program = build_program(
+        stage_ranks,
+        actions,
+        bounds,
+        interleavings,
+        model,
+        costs,
+        overlap=overlap,
+        copies=copies,
+        alone_costs=halved_costs(model, costs) if halves else None,
+    )
+    _, transfers = run_program(program, contention_rate(costs, contention))
     spans = tuple(_task_spans(program) + _link_spans(program, transfers))
     return Timeline(label=label, source="simulated", ranks=len(actions), spans=spans)
 
@@ -90,13 +104,24 @@ def step_time(
     *,
     overlap: bool = True,
     contention: float | None = None,
+    halves: bool = False,
 ) -> int:
-    """``simulate_schedule(...).step_ns`` without building the timeline, for searches."""
-    program = build_program(stage_ranks, actions, bounds, interleavings, model, costs, overlap=overlap)
-    return run_program(program, _rate(costs, contention))[0]
+    """``simulate_schedule(...).step_ns`` without building the timeline."""
+    program = build_program(
+        stage_ranks,
+        actions,
+        bounds,
+        interleavings,
+        model,
+        costs,
+        overlap=overlap,
+        alone_costs=halved_costs(model, costs) if halves else None,
+    )
+    return run_program(program, contention_rate(costs, contention))[0]
 
 
-def _rate(costs: CostTable, contention: float | None) -> float:
+def contention_rate(costs: CostTable, contention: float | None) -> float:
+    """The contention that counts, ``costs``' where none is given. Raises ScheduleError for what cannot be one."""
     value = costs.contention if contention is None else contention
     if not 0 <= value < float("inf"):
         problem = Problem("contention", value, "a finite number of at least 0", "0.15 = compute 15 % slower")

@@ -13,6 +13,7 @@ from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, ActionKind, Interleaving
+from tessera_rt.scheduler.chunked import alone
 from tessera_rt.scheduler.graphs import Bounds, chunk_graph, key_parts
 from tessera_rt.tasks import Pass, Resource, Task
 
@@ -136,8 +137,9 @@ def build_program(
     *,
     overlap: bool,
     copies: int = 1,
+    alone_costs: CostTable | None = None,
 ) -> Program:
-    """The arrays of a schedule; ``copies``: see ``Passes``.
+    """The arrays of a schedule; ``copies``: see ``Passes``. ``alone_costs``: of actions that run ``chunked.alone``.
 
     Raises ScheduleError with the problems of the lists, CostError for missing costs.
     """
@@ -162,7 +164,8 @@ def build_program(
         for action in row:
             key = action.key
             if key not in shapes:
-                shapes[key] = _action_tasks(key, bounds, interleavings[key] if overlap else None, model, costs)
+                table = costs if alone_costs is None or not alone(key) else alone_costs
+                shapes[key] = _action_tasks(key, bounds, interleavings[key] if overlap else None, model, table)
             shape = shapes[key]
             numbers = tuple(passes.number(part.stage, part.kind, part.microbatch) for part in action.passes)
             size = len(shape.tasks)

@@ -58,6 +58,8 @@ RULES: Mapping[str, Rules] = MappingProxyType(
     }
 )
 TEMPLATES = tuple(RULES)
+_GROUPED = ("interleaved-1f1b", "interleaved-zb")
+"""Orders that go through groups of micro-batches, of any size."""
 _OTHER_TEMPLATE = MappingProxyType({"1f1b": "interleaved-1f1b", "zb-h1": "interleaved-zb", "megatron-1f1b": "1f1b"})
 
 
@@ -83,7 +85,15 @@ class Template:
 
 
 def build_template(
-    name: str, *, pp: int, vpp: int, microbatches: int, joint: bool, pad: str = "groups", placement: str | None = None
+    name: str,
+    *,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    joint: bool,
+    pad: str = "groups",
+    placement: str | None = None,
+    group: int | None = None,
 ) -> Template:
     """The order of template ``name`` (one of ``TEMPLATES``) for any number of micro-batches, also fewer than ``pp``.
 
@@ -94,7 +104,8 @@ def build_template(
     no other form. GPipe has no steady state and the zero-bubble templates have no pairs: there it changes nothing.
 
     ``pad="groups"``: the micro-batches go through interleaved templates in max(1, m // pp) groups whose sizes differ by
-    at most 1, the larger ones first. ``megatron-1f1b`` has groups of pp only.
+    at most 1, the larger ones first. ``megatron-1f1b`` has groups of pp only. ``group``: in groups of about so many
+    instead, at least pp: larger groups keep more micro-batches in flight. Only orders that go through groups have it.
     ``pad="shadow"``: the order is built for the next multiple of ``pp`` in groups of ``pp`` (``zb-v``: at least 2 pp-1
     micro-batches, ``dualpipe-v``: at least 2 pp); then the passes of the added (shadow) micro-batches are removed, and
     a pair that loses one pass becomes a single action.
@@ -104,14 +115,14 @@ def build_template(
 
     Raises ScheduleError with all problems of the arguments.
     """
-    _check(name, pp, vpp, microbatches, joint, pad, placement)
+    _check(name, pp, vpp, microbatches, joint, pad, placement, group)
     rules = RULES[name]
     placement = placement or rules.placements[0]
     shadows = -microbatches % pp if pad == "shadow" else 0
     if pad == "shadow" and rules.placements == ("v",):
         shadows = max(shadows, _least_microbatches(name, pp) - microbatches)
     total = microbatches + shadows
-    sizes = [pp] * (total // pp) if pad == "shadow" else group_sizes(total, pp)
+    sizes = [pp] * (total // pp) if pad == "shadow" else group_sizes(total, group or pp)
     stage_ranks = tuple(_rank_of(stage, pp, placement) for stage in range(pp * vpp))
     order = _order(name, pp, vpp, sizes, joint, stage_ranks)
     return Template(
@@ -199,7 +210,16 @@ def _rank_of(stage: int, pp: int, placement: str) -> int:
     return pp - 1 - position if placement == "v" and round_ % 2 else position
 
 
-def _check(name: str, pp: int, vpp: int, microbatches: int, joint: bool, pad: str, placement: str | None) -> None:
+def _check(
+    name: str,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    joint: bool,
+    pad: str,
+    placement: str | None,
+    group: int | None,
+) -> None:
     problems: list[Problem] = []
     rules = RULES.get(name)
     if rules is None:
@@ -214,6 +234,12 @@ def _check(name: str, pp: int, vpp: int, microbatches: int, joint: bool, pad: st
             problems.append(Problem(field, value, "an integer of at least 1"))
     if rules is not None:
         problems += _rule_problems(name, rules, pp, vpp, microbatches, joint, pad, whole)
+    if group is not None:
+        if name not in _GROUPED or pad != "groups":
+            allowed = f"left out, except for {' and '.join(_GROUPED)} without shadow padding"
+            problems.append(Problem("group", group, allowed))
+        elif not isinstance(group, int) or isinstance(group, bool) or (whole["pp"] and group < pp):
+            problems.append(Problem("group", group, f"an integer of at least pp ({pp})", "smaller groups cannot run"))
     if pad not in PADS:
         problems.append(Problem("pad", pad, f"one of {', '.join(PADS)}"))
     if placement not in (None, *PLACEMENTS):

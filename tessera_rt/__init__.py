@@ -1,6 +1,6 @@
 """Tessera: pipeline- and expert-parallel training of mixture-of-experts models, planned together with its overlap.
 
-What is named here needs neither torch nor triton, and loads when it is first used. Running a plan:
+What is named here loads when it is first used, and needs neither torch nor triton, except ``capture``. Running a plan:
 ``from tessera_rt.engine import Engine``.
 """
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tessera_rt.cost_sources.device import load_device
     from tessera_rt.cost_sources.roofline import roofline_costs
     from tessera_rt.costs import CostTable, Recompute, Workload
+    from tessera_rt.cuda_graphs.capture import capture
     from tessera_rt.errors import TesseraError
     from tessera_rt.files.cost_files import load_cost_table, save_cost_table
     from tessera_rt.files.model_files import load_model, preset_ids
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _MODULES: Final = {
     "files.cost_files": ("load_cost_table", "save_cost_table"),
     "costs": ("CostTable", "Recompute", "Workload"),
+    "cuda_graphs.capture": ("capture",),
     "cost_sources.device": ("load_device",),
     "errors": ("TesseraError",),
     "files.model_files": ("load_model", "preset_ids"),
@@ -55,6 +57,7 @@ __all__ = [
     "Workload",
     "__version__",
     "build_plan",
+    "capture",
     "check_plan",
     "explain",
     "load_cost_table",

@@ -20,12 +20,14 @@ from tessera_rt.microbench.overlap import BudgetedLaunch, OverlapResult, overlap
 from tessera_rt.microbench.picture import draw_overlap
 from tessera_rt.microbench.problems import ExpertProblem, expert_problem
 from tessera_rt.microbench.products import WITHOUT_GPU, bench_products, budgeted_product, grouped_launch
+from tessera_rt.microbench.puts import budgeted_puts
 from tessera_rt.microbench.results import BenchResult, overlap_result
 from tessera_rt.microbench.traffic import all_to_all, bench_traffic, copy, unbudgeted
 from tessera_rt.microbench.user_functions import load_launch
 
 GPU_TOKENS, CPU_TOKENS = 8192, 256
 _COPY_NOTE = "a copy crosses no link: it says what memory allows, and nothing of communication between GPUs"
+_PUT_NOTE = "puts of virtual ranks stay in one GPU's memory: they say how SMs are shared, and nothing of links"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,12 @@ def _communication(
     if ":" in request.comm:
         yield request.comm, load_launch("--comm", request.comm, device)
         return
-    kind = request.comm or ("copy" if group is None else "all-to-all")
+    alone = "put" if device.type == "cuda" else "copy"
+    kind = request.comm or (alone if group is None else "all-to-all")
+    if kind == "put":
+        notes.append(_PUT_NOTE)
+        yield "put", budgeted_puts(_problem(request, device))
+        return
     for size in request.sizes:
         name = f"{kind} {size / 2**20:g} MiB"
         if kind == "copy":
@@ -160,8 +167,10 @@ def _check(request: BenchRequest) -> None:
     """What can be refused before ranks are started."""
     problems = []
     if request.bench == "overlap":
-        if request.comm not in ("", "copy", "all-to-all") and ":" not in request.comm:
-            problems.append(Problem("--comm", request.comm, "copy, all-to-all, or module:function"))
+        if request.comm not in ("", "put", "copy", "all-to-all") and ":" not in request.comm:
+            problems.append(Problem("--comm", request.comm, "put, copy, all-to-all, or module:function"))
+        if request.comm == "put" and not torch.cuda.is_available():
+            problems.append(Problem("--comm", "put", "copy or all-to-all: Triton's puts need a GPU"))
         if request.comp != "gemm" and ":" not in request.comp:
             problems.append(Problem("--comp", request.comp, "gemm, or module:function"))
         alone = request.ranks == 1 or torch.cuda.is_available()

@@ -107,7 +107,7 @@ class PlanSection(StrictModel):
         | None
     ) = None
     objective: Literal["step", "t_dom", "serial", "memory"] = "step"
-    partitioner: Literal["milp", "chain-dp"] = "milp"
+    partitioner: Literal["threshold", "milp", "chain-dp"] = "threshold"
     costs: str = "measured"
     device: str = "h800"
     memory_limit: Positive | None = None

@@ -132,7 +132,8 @@ class Interleaving:
 
     ``starts_ns``: predicted start of each task relative to the action's start; ``makespan_ns``: predicted length;
     ``comm_sms``: the communication SM budget it was made for; ``method``: fifo | align | defer | exact (the proven
-    optimum) | megatron | given (by a user) | serial.
+    optimum) | contended (made for compute that communication slows down) | megatron | given (by a user) | serial.
+    ``bound_ns``: proven: no order of these tasks is shorter (0: nothing is proven).
     """
 
     key: str
@@ -141,6 +142,7 @@ class Interleaving:
     makespan_ns: int
     comm_sms: int = 0
     method: str = "align"
+    bound_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

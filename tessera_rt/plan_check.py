@@ -55,8 +55,10 @@ def check_plan(plan: Plan, model: ModelSpec | None = None, *, world: int | None 
         raise PlanError.of(f"plan for {plan.model}", problems)
 
 
-def action_tasks(key: str, stages: Sequence[Stage], items: Sequence[Item]) -> TaskGraph:
+def action_tasks(key: str, stages: Sequence[Stage], items: Sequence[Item], *, tp: int = 1) -> TaskGraph:
     """The tasks of an action by its key (``0F;3B``): its passes side by side, each in canonical order.
+
+    ``tp``: as in ``chunk_tasks``.
 
     Raises PlanError for a key that is none, names a stage that is not there or passes that cannot run together.
     """
@@ -73,7 +75,7 @@ def action_tasks(key: str, stages: Sequence[Stage], items: Sequence[Item]) -> Ta
     for part in parts:
         stage = stages[part.stage]
         chunk = items[stage.start : stage.stop]
-        graph = graph.merged(chunk_tasks(chunk, _PASS_OF[part.kind], with_w=part.kind is ActionKind.B))
+        graph = graph.merged(chunk_tasks(chunk, _PASS_OF[part.kind], with_w=part.kind is ActionKind.B, tp=tp))
     return graph
 
 
@@ -356,7 +358,7 @@ def _interleavings(plan: Plan, items: Sequence[Item]) -> Iterator[Problem]:
         if interleaving.key != key:
             yield Problem(f"{field}.key", interleaving.key, key)
         try:
-            graph = action_tasks(key, plan.stages, items)
+            graph = action_tasks(key, plan.stages, items, tp=plan.mesh.tp)
         except (PlanError, ScheduleError) as error:
             yield Problem(field, key, "the key of an action such as 0F or 0F;3B", str(error.problems[0]))
             continue
@@ -364,7 +366,10 @@ def _interleavings(plan: Plan, items: Sequence[Item]) -> Iterator[Problem]:
         order_problems = list(_order(f"{field}.order", interleaving, graph))
         yield from order_problems
         yield from _times(field, interleaving, None if order_problems else graph)
-        yield from _at_least(0, f"{field}.", interleaving, ("makespan_ns", "comm_sms"))
+        yield from _at_least(0, f"{field}.", interleaving, ("makespan_ns", "comm_sms", "bound_ns"))
+        if interleaving.bound_ns > interleaving.makespan_ns and interleaving.starts_ns:
+            allowed = f"at most makespan_ns ({interleaving.makespan_ns}), which it bounds"
+            yield Problem(f"{field}.bound_ns", interleaving.bound_ns, allowed)
     for position, name in enumerate(plan.target_slots):
         if name not in known:
             yield Problem(f"target_slots[{position}]", name, "a task of this plan, such as F_MLP:L3")

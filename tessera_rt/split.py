@@ -81,12 +81,14 @@ class SplitLinear(nn.Linear):
 
 
 class GroupedLinear(nn.Module):
-    """One linear map per expert, weight [experts, out_features, in_features], without bias.
+    """One linear map per expert: weight [experts, out_features, in_features], bias [experts, out_features] or None.
 
-    The weight starts uninitialised: models fill it per expert, so that it does not depend on who holds which expert.
+    Both start uninitialised: models fill them per expert, so that they do not depend on who holds which expert. The
+    bias gradient is computed in backward.
     """
 
     sink: WeightGradSink | None = None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -94,18 +96,26 @@ class GroupedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        bias: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        of_bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", of_bias)
 
     def forward(self, rows: Tensor, offsets: Sequence[int]) -> Tensor:
-        return grouped_linear(rows, self.weight, offsets, self.sink)
+        out = grouped_linear(rows, self.weight, offsets, self.sink)
+        if self.bias is None:
+            return out
+        counts = torch.tensor([b - a for a, b in pairwise(offsets)], device=out.device)
+        return out + self.bias.repeat_interleave(counts, 0)
 
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape
-        return f"experts={experts}, in_features={in_features}, out_features={out_features}"
+        bias = self.bias is not None
+        return f"experts={experts}, in_features={in_features}, out_features={out_features}, bias={bias}"
 
 
 def split_linear(model: nn.Module) -> list[str]:

@@ -8,6 +8,11 @@ each other; durations come from a ``CostTable``.
 Forward of a MoE layer:   ATTN -> ROUTE -> COUNT -> DISP -> MLP -> COMB -> POST, with SHARED between ROUTE and POST.
 Backward of a MoE layer:  POST -> COMB -> MLP -> DISP -> ROUTE -> ATTN, with SHARED between POST and ROUTE.
 Dense layers have ATTN -> MLP. Weight-gradient (W) tasks hang on the backward task of the same kind and are movable.
+
+With tensor and sequence parallelism, ranks hold different tokens between blocks, and tasks whose weights are split over
+the ranks (ATTN, a dense MLP, SHARED, EMBED, HEAD) stand between two collectives: TP_IN gathers the tokens for the mixer
+or the head, TP sums and scatters what a mixer or the embedding makes; TP_MLP_IN and TP_MLP do so for a feed-forward. In
+backward TP and TP_MLP gather gradients, and TP_IN and TP_MLP_IN sum and scatter them.
 """
 
 from __future__ import annotations
@@ -50,14 +55,18 @@ class TaskKind(StrEnum):
     POST = "POST"  # weighted sum, shared output, residual
     MTP = "MTP"  # joins hidden state and next token's embedding
     HEAD = "HEAD"  # norm, logits, loss
-    TP = "TP"  # tensor-parallel collective
+    TP_IN = "TP_IN"  # tensor-parallel collectives: before and behind a mixer,
+    TP = "TP"
+    TP_MLP_IN = "TP_MLP_IN"  # before and behind a dense feed-forward or a shared expert
+    TP_MLP = "TP_MLP"
 
     @property
     def resource(self) -> Resource:
         return Resource.COMM if self in _COMM_KINDS else Resource.COMP
 
 
-_COMM_KINDS = frozenset({TaskKind.COUNT, TaskKind.DISP, TaskKind.COMB, TaskKind.TP})
+TP_KINDS = frozenset({TaskKind.TP_IN, TaskKind.TP, TaskKind.TP_MLP_IN, TaskKind.TP_MLP})
+_COMM_KINDS = frozenset({TaskKind.COUNT, TaskKind.DISP, TaskKind.COMB}) | TP_KINDS
 _SPLIT_KINDS = frozenset({TaskKind.ATTN, TaskKind.MLP, TaskKind.SHARED, TaskKind.MTP, TaskKind.HEAD})
 
 
@@ -87,7 +96,7 @@ class Task:
 
 def task_name(pass_: Pass, kind: TaskKind, label: str) -> str:
     """``F_ATTN:L3``; the label is left out where it says nothing new (``F_EMBED``, ``B_HEAD``)."""
-    return f"{pass_}_{kind}" if label in ("EMBED", "HEAD") else f"{pass_}_{kind}:{label}"
+    return f"{pass_}_{kind}" if label == kind else f"{pass_}_{kind}:{label}"
 
 
 def parse_task_name(name: str) -> tuple[Pass, TaskKind, str]:
@@ -143,15 +152,17 @@ class TaskGraph:
         return TaskGraph(self.tasks + other.tasks)
 
 
-def chunk_tasks(items: Sequence[Item], pass_: Pass, *, with_w: bool = True) -> TaskGraph:
+def chunk_tasks(items: Sequence[Item], pass_: Pass, *, with_w: bool = True, tp: int = 1) -> TaskGraph:
     """The task graph (durations 0) of one pass over a chunk.
 
     ``Pass.F``: forward. ``Pass.B``: backward, with its W tasks right behind their parents when ``with_w``.
-    ``Pass.W``: the W tasks alone, without dependencies. An empty chunk has an empty graph.
+    ``Pass.W``: the W tasks alone, without dependencies. An empty chunk has an empty graph. ``tp``: tensor-parallel
+    ranks; with more than one, their collectives are among the tasks.
     """
     if pass_ is Pass.F:
-        return TaskGraph(tuple(_forward(items)))
-    backward = list(_backward(items))
+        forward = _forward(items)
+        return TaskGraph(tuple(forward if tp == 1 else _with_tp(forward, items)))
+    backward = list(_backward(items) if tp == 1 else _with_tp(_backward(items), items))
     if pass_ is Pass.B:
         return TaskGraph(tuple(task for task in backward if with_w or task.pass_ is Pass.B))
     return TaskGraph(tuple(replace(task, deps=()) for task in backward if task.pass_ is Pass.W))
@@ -246,3 +257,48 @@ def _backward(items: Sequence[Item]) -> Iterable[Task]:
             if kind in _SPLIT_KINDS:
                 yield Task(kind=kind, pass_=Pass.W, label=item.label, deps=(task.name,), movable=True)
         previous = last
+
+
+# Per kind of task whose weights tensor parallelism splits: the collectives before and behind its forward.
+_AROUND: dict[TaskKind, tuple[TaskKind | None, TaskKind | None]] = {
+    TaskKind.EMBED: (None, TaskKind.TP),
+    TaskKind.ATTN: (TaskKind.TP_IN, TaskKind.TP),
+    TaskKind.MLP: (TaskKind.TP_MLP_IN, TaskKind.TP_MLP),
+    TaskKind.SHARED: (TaskKind.TP_MLP_IN, TaskKind.TP_MLP),
+    TaskKind.HEAD: (TaskKind.TP_IN, None),
+}
+
+
+def split_by_tp(item: Item, kind: TaskKind) -> bool:
+    """Whether tensor parallelism splits the weights of this task; experts are split by expert parallelism alone."""
+    experts = kind is TaskKind.MLP and item.layer is not None and item.layer.is_moe
+    return kind in _AROUND and not experts
+
+
+def _with_tp(tasks: Iterable[Task], items: Sequence[Item]) -> Iterable[Task]:
+    """The tasks of a pass with the collectives around those that are split."""
+    item_of = {item.label: item for item in items}
+    behind: dict[str, str] = {}  # a split task -> the collective that stands for it
+    waiting: Task | None = None  # the last such collective: W tasks come before it
+    for task in tasks:
+        if task.pass_ is Pass.W:
+            yield task
+            continue
+        if waiting is not None:
+            yield waiting
+            waiting = None
+        task = replace(task, deps=tuple(behind.get(dep, dep) for dep in task.deps))
+        if not split_by_tp(item_of[task.label], task.kind):
+            yield task
+            continue
+        first, last = _AROUND[task.kind] if task.pass_ is Pass.F else _AROUND[task.kind][::-1]
+        if first is not None:
+            before = Task(kind=first, pass_=task.pass_, label=task.label, deps=task.deps)
+            yield before
+            task = replace(task, deps=(before.name,))
+        yield task
+        if last is not None:
+            waiting = Task(kind=last, pass_=task.pass_, label=task.label, deps=(task.name,))
+            behind[task.name] = waiting.name
+    if waiting is not None:
+        yield waiting

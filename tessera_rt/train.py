@@ -32,7 +32,8 @@ from tessera_rt.files.plan_files import save_plan
 from tessera_rt.files.timeline_files import save_timeline
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.plan import Plan
-from tessera_rt.planner.build import Costs, build_plan
+from tessera_rt.planner.build import build_plan
+from tessera_rt.planner.sm_budget import Costs
 from tessera_rt.progress import RunProgress
 
 METRICS: Final = "metrics.jsonl"

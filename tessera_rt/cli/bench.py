@@ -67,7 +67,11 @@ def overlap(
     dtype: Dtype = "bf16",
     comm: Annotated[
         str,
-        typer.Option("--comm", help="copy, all-to-all, or module:function.", show_default="all-to-all with ranks"),
+        typer.Option(
+            "--comm",
+            help="put (Tessera's dispatch), copy, all-to-all, or module:function.",
+            show_default="all-to-all with ranks; put on one GPU",
+        ),
     ] = "",
     comp: Annotated[str, typer.Option("--comp", help="gemm, or module:function.")] = "gemm",
     sizes: Sizes = "4,16,64",

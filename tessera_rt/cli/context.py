@@ -22,7 +22,9 @@ from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.planner.build import Costs, build_plan, size_problems
+from tessera_rt.planner.build import build_plan, size_problems
+from tessera_rt.planner.sm_budget import Costs
+from tessera_rt.scheduler.patterns import load_patterns
 
 PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
     "plan.yaml",
@@ -38,7 +40,7 @@ DEFAULT_DEVICE, DEFAULT_TOKENS = "h800", 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What `tessera plan` was asked for; None: not said. ``memory_limit``: GiB."""
+    """What `tessera plan` was asked for; None: not said. ``memory_limit``, ``w_pool``: GiB."""
 
     spec: str
     pp: int
@@ -59,6 +61,13 @@ class PlanRequest:
     costs: Path | None
     pad: str
     dtype: str | None
+    tp: int = 1
+    comm_sms: str = "auto"
+    patterns: Path | None = None
+    group: int | None = None
+    w_pool: float = 0.0
+    moe_halves: bool = False
+    evaluations: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +82,10 @@ class Planned:
 
 def make_plan(request: PlanRequest) -> Planned:
     """The plan a request asks for. Raises RequestError for what cannot be asked, PartitionInfeasible, SpecError, ..."""
-    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep)
+    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep, tp=request.tp)
     model = load_model(request.spec)
     window = _window(request.window)
+    patterns = () if request.patterns is None else load_patterns(request.patterns, model, tp=request.tp)
     device: DeviceSpec | None = None
     limit = _limit(request.memory_limit)
     table: Costs
@@ -85,6 +95,7 @@ def make_plan(request: PlanRequest) -> Planned:
         device = _device(request)
         limit = device.hbm_bytes if limit is None else limit
         table = _computed_costs(request, model, device)
+    budgets = _budgets(request.comm_sms, device)
     try:
         plan = build_plan(
             model,
@@ -99,10 +110,17 @@ def make_plan(request: PlanRequest) -> Planned:
             window=window,
             time_limit_s=request.time_limit,
             pad=request.pad,
+            patterns=patterns,
+            comm_sms=budgets,
+            group=request.group,
+            w_pool=round(request.w_pool * 2**30),
+            moe_halves=request.moe_halves,
+            evaluations=request.evaluations,
         )
     except PlanError as error:  # of the request: a plan that was made is never faulty
         raise RequestError(error.headline, error.problems) from None
-    costs = table(plan.workload.recompute) if callable(table) else table
+    made_for = {"comm_sms": plan.assumptions.comm_sms} if budgets else {}
+    costs = table if isinstance(table, CostTable) else table(plan.workload.recompute, **made_for)
     return Planned(model=model, plan=plan, costs=costs, device=device)
 
 
@@ -112,7 +130,7 @@ def model_costs(request: PlanRequest) -> tuple[ModelSpec, CostTable, DeviceSpec 
     Raises as ``make_plan`` does for what cannot be asked.
     """
     model = load_model(request.spec)
-    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep)
+    mesh = Mesh(pp=request.pp, vpp=request.vpp, dp=request.dp, ep=request.ep, tp=request.tp)
     if problems := size_problems(mesh, request.microbatches):
         raise RequestError.of("request", problems)
     if _has_cost_table(request):
@@ -136,16 +154,31 @@ def _device(request: PlanRequest) -> DeviceSpec:
     return device if request.costs is None else benchmarked_device(device, request.costs, request.dtype or "bf16")
 
 
-def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) -> Callable[[Recompute], CostTable]:
+def _computed_costs(request: PlanRequest, model: ModelSpec, device: DeviceSpec) -> Callable[..., CostTable]:
     tokens = DEFAULT_TOKENS if request.tokens is None else request.tokens
     workload = Workload(
         tokens=tokens,
         context=tokens if request.context is None else request.context,
         dp=request.dp,
         ep=request.ep,
+        tp=request.tp,
         dtype=request.dtype or "bf16",
     )
-    return lambda policy: roofline_costs(model, replace(workload, recompute=policy), device)
+
+    def costs(policy: Recompute, comm_sms: int | None = None) -> CostTable:
+        return roofline_costs(model, replace(workload, recompute=policy), device, comm_sms=comm_sms)
+
+    return costs
+
+
+def _budgets(text: str, device: DeviceSpec | None) -> tuple[int, ...]:
+    """Communication SM budgets to choose from: those of the device's file, or the one that was asked for."""
+    if text == "auto":
+        return () if device is None else device.comm_sms_candidates
+    if not text.isdecimal() or device is None:
+        allowed = "auto, or a number of SMs" if device is not None else "auto: a cost table is for one budget"
+        raise RequestError.of("plan request", [Problem("--comm-sms", text, allowed)])
+    return (int(text),)
 
 
 def _limit(gib: float | None) -> int | None:

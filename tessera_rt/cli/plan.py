@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,12 @@ import typer
 
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli import tables as cli_tables
-from tessera_rt.cli.output import Written, console, emit, ms, output_path
+from tessera_rt.cli.output import RequestError, Written, console, emit, ms, output_path
+from tessera_rt.cli.search import refusals, search_rows, search_table, searched
+from tessera_rt.errors import Problem
 from tessera_rt.files.plan_files import save_plan
 from tessera_rt.planner.explain import explain
+from tessera_rt.planner.plan_grid import AXES
 from tessera_rt.scheduler.draw import split_table
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.scheduler.templates import TEMPLATES
@@ -20,6 +24,7 @@ Pp = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
 Vpp = Annotated[int, typer.Option("--vpp", help="Virtual stages on each pipeline rank.")]
 Dp = Annotated[int, typer.Option("--dp", help="Data-parallel ranks.")]
 Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")]
+Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks (costs and memory only: the engine runs tp 1).")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Micro-batches of a step.")]
 Tokens = Annotated[
     int | None,
@@ -33,7 +38,15 @@ TemplateName = Annotated[
     typer.Option("--template", help=f"{', '.join(TEMPLATES)}.", show_default="1f1b, interleaved with --vpp"),
 ]
 Objective = Annotated[str, typer.Option("--objective", help="step, t_dom, serial or memory.")]
-Partitioner = Annotated[str, typer.Option("--partitioner", help="milp, or chain-dp (quick).")]
+Partitioner = Annotated[
+    str, typer.Option("--partitioner", "--solver", help="threshold or milp (both exact), or chain-dp (quick).")
+]
+CommSms = Annotated[
+    str, typer.Option("--comm-sms", help="SMs for communication; auto: the best of the device file's candidates.")
+]
+Patterns = Annotated[
+    Path | None, typer.Option("--patterns", help="YAML file with orders for pairs of chunks (overlap_plans).")
+]
 Window = Annotated[
     str, typer.Option("--window", help="Items by which boundaries may move from balanced partitions, or any.")
 ]
@@ -60,6 +73,20 @@ CostsFile = Annotated[
 Pad = Annotated[
     str, typer.Option("--pad", help="groups or shadow: how micro-batches that pp does not divide are ordered.")
 ]
+Group = Annotated[
+    int | None,
+    typer.Option("--group", help="Micro-batches of a group in interleaved orders.", show_default="--pp or a bit more"),
+]
+WPool = Annotated[
+    float, typer.Option("--w-pool", help="GiB on a rank for weight gradients held back to the end of the step.")
+]
+MoeHalves = Annotated[
+    bool, typer.Option("--moe-halves", help="MoE layers in halves where passes run alone (a plan to simulate only).")
+]
+Evaluations = Annotated[
+    int | None,
+    typer.Option("--evaluations", help="Partitions tried to shorten the step.", show_default="by the step's length"),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp16, fp32 or fp64.", show_default="bf16")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 ModelName = Annotated[
@@ -78,6 +105,8 @@ Examples:
   tessera plan my_model.yaml --pp 4 --costs costs.yaml -o plan.yaml
 
   tessera plan deepseek-v3 --pp 16 --ep 32 --tokens 2048 --memory-limit 74 --json
+
+  tessera plan qwen3-next-80b --pp 8 --ep 32 --microbatches 32 --search --over vpp=1,2 --over template=1f1b,dualpipe-v
 """
 CHECK_EXAMPLES = """\
 Check a plan file, also against its model where that is known. Ends with 4 and every problem if it is faulty.
@@ -96,12 +125,13 @@ def plan(
     vpp: Vpp = 1,
     dp: Dp = 1,
     ep: Ep = 1,
+    tp: Tp = 1,
     microbatches: Microbatches = 8,
     tokens: Tokens = None,
     context: Context = None,
     template: TemplateName = None,
     objective: Objective = "step",
-    partitioner: Partitioner = "milp",
+    partitioner: Partitioner = "threshold",
     window: Window = "2",
     time_limit: TimeLimit = 20.0,
     memory_limit: MemoryLimit = None,
@@ -110,10 +140,25 @@ def plan(
     costs: CostsFile = None,
     pad: Pad = "groups",
     dtype: Dtype = None,
+    comm_sms: CommSms = "auto",
+    patterns: Patterns = None,
+    group: Group = None,
+    w_pool: WPool = 0.0,
+    moe_halves: MoeHalves = False,
+    evaluations: Evaluations = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Plan a grid of choices; print time against memory.")
+    ] = False,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over", help=f"An axis of the grid, such as vpp=1,2,4: {', '.join(AXES)}.", show_default="a small grid"
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     json: Json = False,
 ) -> None:
-    target = output_path("--output", output, Written.PLAN, (spec, costs, device))
+    target = output_path("--output", output, Written.PLAN, (spec, costs, device, patterns))
     request = cli_context.PlanRequest(
         spec=spec,
         pp=pp,
@@ -134,7 +179,19 @@ def plan(
         costs=costs,
         pad=pad,
         dtype=dtype,
+        tp=tp,
+        comm_sms=comm_sms,
+        patterns=patterns,
+        group=group,
+        w_pool=w_pool,
+        moe_halves=moe_halves,
+        evaluations=evaluations,
     )
+    if over and not search:
+        raise RequestError.of("plan request", [Problem("--over", over[0], "left out without --search")])
+    if search:
+        _search(request, over or (), target, json=json)
+        return
     made = cli_context.make_plan(request)
     timeline = simulate(made.plan, made.model, made.costs, label=made.plan.template)
     if target is not None:
@@ -153,6 +210,22 @@ def plan(
             out.print(f"  {line}")
     if target is not None:
         out.print(f"wrote {target}")
+
+
+def _search(request: cli_context.PlanRequest, over: Sequence[str], target: Path | None, *, json: bool) -> None:
+    """Prints the grid; with a target the fastest choice is planned in full and written."""
+    tried, fastest = searched(request, over)
+    if target is not None:
+        save_plan(cli_context.make_plan(fastest).plan, target)
+    if json:
+        emit({"model": request.spec, "rows": search_rows(tried), "file": str(target) if target else None})
+        return
+    out = console()
+    out.print(search_table(tried))
+    for line in refusals(tried):
+        out.print(line)
+    if target is not None:
+        out.print(f"wrote {target}, the fastest")
 
 
 def check(

@@ -10,13 +10,16 @@ from rich.table import Table
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli.output import RequestError, gib, ms
 from tessera_rt.errors import Problem
-from tessera_rt.planner.compare_schedules import SCHEDULES, compare, refusal
+from tessera_rt.planner.compare_schedules import EVALUATIONS, SCHEDULES, compare, refusal
+from tessera_rt.timeline import Timeline
 
 Row = dict[str, Any]
 
 
-def schedule_rows(request: cli_context.PlanRequest, contention: float | None) -> tuple[list[Row], list[Row]]:
-    """One row per schedule, and one with the reason per schedule that the sizes do not allow.
+def schedule_rows(
+    request: cli_context.PlanRequest, contention: float | None
+) -> tuple[list[Row], list[Row], list[Timeline]]:
+    """One row per schedule, one with the reason per schedule that the sizes do not allow, and the timelines.
 
     Partitions are serial-balanced unless a schedule's name says otherwise; no memory limit is applied. ``mfu`` is None
     where costs come from a file, which states no peak. Raises RequestError if no schedule can have the sizes.
@@ -31,7 +34,12 @@ def schedule_rows(request: cli_context.PlanRequest, contention: float | None) ->
     if len(refused) == len(SCHEDULES):
         raise RequestError.of("simulate", [Problem("--schedules", "all", refused[0]["reason"])])
     rows: list[Row] = []
-    for compared in compare(model, costs, pp=pp, vpp=vpp, microbatches=microbatches, contention=contention):
+    timelines: list[Timeline] = []
+    evaluations = EVALUATIONS if request.evaluations is None else request.evaluations
+    for compared in compare(
+        model, costs, pp=pp, vpp=vpp, microbatches=microbatches, contention=contention, evaluations=evaluations
+    ):
+        timelines.append(compared.timeline)
         split = compared.timeline.mean_split()
         rows.append(
             {
@@ -44,7 +52,7 @@ def schedule_rows(request: cli_context.PlanRequest, contention: float | None) ->
                 "mfu": None if device is None else compared.mfu(device.peak_flops[costs.workload.dtype]),
             }
         )
-    return rows, refused
+    return rows, refused, timelines
 
 
 def schedule_table(rows: Sequence[Row]) -> Table:

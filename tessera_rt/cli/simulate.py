@@ -54,7 +54,7 @@ Examples:
 
   tessera simulate mixtral-8x7b --pp 4 --ep 8 --microbatches 16 --trace step.json
 
-  tessera simulate mixtral-8x7b --pp 4 --vpp 2 --ep 8 --microbatches 16 --schedules all
+  tessera simulate mixtral-8x7b --pp 4 --vpp 2 --ep 8 --microbatches 16 --schedules all --picture all.png
 
 The trace opens in https://ui.perfetto.dev.
 """
@@ -79,7 +79,7 @@ def simulate(
     context: Context = None,
     template: TemplateName = None,
     objective: Objective = "step",
-    partitioner: Partitioner = "milp",
+    partitioner: Partitioner = "threshold",
     window: Window = "2",
     time_limit: TimeLimit = 20.0,
     memory_limit: MemoryLimit = None,
@@ -111,7 +111,7 @@ def simulate(
     picture = output_path("--picture", picture, Written.PICTURE, (source, costs, device, model))
     trace = output_path("--trace", trace, Written.TRACE, (source, costs, device, model))
     if schedules is not None:
-        _check_schedules(schedules, source, template=template, overlap=overlap, picture=picture, trace=trace)
+        _check_schedules(schedules, source, template=template, overlap=overlap)
     if cli_context.is_plan(source):
         _refuse_options_of_models(ctx)
         opened, spec, table = _opened(source, model, costs, device)
@@ -145,7 +145,7 @@ def simulate(
         if model is not None:
             raise RequestError.of("simulate", [Problem("--model", model, "left out: the first argument is a model")])
         if schedules is not None:
-            _print_schedules(request, contention, json=json)
+            _print_schedules(request, contention, picture, trace, json=json)
             return
         made = cli_context.make_plan(request)
         plan, spec, table = made.plan, made.model, made.costs
@@ -184,20 +184,13 @@ def _refuse_options_of_models(ctx: typer.Context) -> None:
         raise RequestError.of("simulate: options for models only", problems)
 
 
-def _check_schedules(
-    schedules: str, source: str, *, template: str | None, overlap: bool | None, picture: Path | None, trace: Path | None
-) -> None:
+def _check_schedules(schedules: str, source: str, *, template: str | None, overlap: bool | None) -> None:
     problems = []
     if schedules != "all":
         problems.append(Problem("--schedules", schedules, "all"))
     if cli_context.is_plan(source):
         problems.append(Problem("SPEC", source, "a model: a plan has one schedule"))
-    given = {
-        "--template": template,
-        "--no-overlap": True if overlap is False else None,
-        "--picture": picture,
-        "--trace": trace,
-    }
+    given = {"--template": template, "--no-overlap": True if overlap is False else None}
     problems += [
         Problem(name, value, "left out with --schedules") for name, value in given.items() if value is not None
     ]
@@ -205,15 +198,26 @@ def _check_schedules(
         raise RequestError.of("simulate", problems)
 
 
-def _print_schedules(request: cli_context.PlanRequest, contention: float | None, *, json: bool) -> None:
-    rows, refused = schedule_rows(request, contention)
+def _print_schedules(
+    request: cli_context.PlanRequest, contention: float | None, picture: Path | None, trace: Path | None, *, json: bool
+) -> None:
+    """The comparison, all timelines on one scale, and the files that were asked for."""
+    rows, refused, timelines = schedule_rows(request, contention)
+    if picture is not None:
+        save_picture(timelines, picture)
+    if trace is not None:
+        save_perfetto(timelines, trace)
+    files = {name: str(path) for name, path in (("picture", picture), ("trace", trace)) if path is not None}
     if json:
-        emit({"model": request.spec, "rows": rows, "refused": refused})
+        emit({"model": request.spec, "rows": rows, "refused": refused, "files": files})
         return
     out = console()
+    out.print(terminal_grid(timelines, out.width))
     out.print(schedule_table(rows))
     for row in refused:
         out.print(f"left out: {row['schedule']}: {row['reason']}")
+    for path in files.values():
+        out.print(f"wrote {path}")
 
 
 def _opened(

@@ -142,6 +142,7 @@ def figure_lines(device: DeviceSpec) -> Iterator[str]:
         "hbm_bytes_per_s": device.hbm_bytes_per_s,
         "gpus_per_node": device.gpus_per_node,
         "comm_sms": device.comm_sms,
+        "comm_sms_candidates": ", ".join(map(str, device.comm_sms_candidates)),
         "comm_bytes_per_sm": device.comm_bytes_per_sm,
         "contention": device.contention,
         "launch_ns": device.launch_ns,
@@ -152,7 +153,8 @@ def figure_lines(device: DeviceSpec) -> Iterator[str]:
         link = getattr(device, name)
         values |= {f"{name}.latency_ns": link.latency_ns, f"{name}.bytes_per_s": link.bytes_per_s}
     for name, source in device.sources.items():
-        yield f"{name} = {values[name]:g} ({source})"
+        value = values[name]
+        yield f"{name} = {value if isinstance(value, str) else format(value, 'g')} ({source})"
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ def cost_rows(model: ModelSpec, costs: CostTable) -> list[Row]:
     groups: dict[tuple[str, str], list[TaskCost]] = {}
     for item in model.items:
         for pass_ in (Pass.F, Pass.B):
-            for task in chunk_tasks([item], pass_).tasks:
+            for task in chunk_tasks([item], pass_, tp=costs.workload.tp).tasks:
                 key = (item_kind(item), f"{task.pass_}_{task.kind}")
                 groups.setdefault(key, []).append(costs.tasks[task.name])
     return [

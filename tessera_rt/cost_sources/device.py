@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -33,6 +33,7 @@ class DeviceSpec:
     ``hbm_bytes_per_s``). ``intra_node``, ``inter_node``: what one GPU reaches to all others at once, and the latency of
     a small collective there. ``comm_bytes_per_sm``: rate at which one SM moves communication data; above it the links
     saturate. ``contention``: slow-down c of compute, to rate 1/(1+c), while ``comm_sms`` SMs communicate.
+    ``comm_sms_candidates``: budgets that a planner may choose from (default: ``comm_sms`` alone).
     ``launch_ns``: added to each task. ``sources``: field -> where its figure comes from.
     """
 
@@ -50,9 +51,11 @@ class DeviceSpec:
     comm_bytes_per_sm: float
     contention: float
     launch_ns: int
+    comm_sms_candidates: tuple[int, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "comm_sms_candidates", self.comm_sms_candidates or (self.comm_sms,))
         for name in ("peak_flops", "fractions", "sources"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -102,6 +105,10 @@ class _Count(_Figure[int]):
     value: int = Field(ge=1)
 
 
+class _Counts(_Figure[tuple[int, ...]]):
+    value: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, strict=False)
+
+
 class _Nanoseconds(_Figure[int]):
     value: int = Field(ge=0)
 
@@ -132,6 +139,7 @@ class _Device(StrictModel):
     intra_node: _Link
     inter_node: _Link
     comm_sms: _Count
+    comm_sms_candidates: _Counts | None = None
     comm_bytes_per_sm: _Positive
     contention: _NotNegative
     launch_ns: _Nanoseconds
@@ -176,6 +184,12 @@ def device_from_yaml(text: str, where: str = "device") -> DeviceSpec:
         problems.append(Problem("peak_flops", {}, f"a rate for at least one of {', '.join(DTYPE_BYTES)}"))
     if file.comm_sms.value >= file.sm_count.value:
         problems.append(Problem("comm_sms.value", file.comm_sms.value, f"less than sm_count ({file.sm_count.value})"))
+    candidates = () if file.comm_sms_candidates is None else file.comm_sms_candidates.value
+    problems += [
+        Problem("comm_sms_candidates.value", sms, f"less than sm_count ({file.sm_count.value})")
+        for sms in candidates
+        if sms >= file.sm_count.value
+    ]
     if problems:
         raise CostError.of(where, problems)
     return DeviceSpec(
@@ -193,6 +207,7 @@ def device_from_yaml(text: str, where: str = "device") -> DeviceSpec:
         comm_bytes_per_sm=file.comm_bytes_per_sm.value,
         contention=file.contention.value,
         launch_ns=file.launch_ns.value,
+        comm_sms_candidates=candidates,
         sources=dict(_sources(file.model_dump())),
     )
 

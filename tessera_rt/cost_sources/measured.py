@@ -55,6 +55,9 @@ def measured_costs(
     SpecError for a workload that cannot be.
     """
     check_workload(model, workload)
+    if workload.tp > 1:
+        problem = Problem("workload.tp", workload.tp, "1", "costs with tensor parallelism can only be computed")
+        raise CostError.of("measured costs", [problem])
     tasks_of = {item.label: _tasks(item) for item in model.items}
     names = {task.name for tasks in tasks_of.values() for task in tasks}
     problems = [

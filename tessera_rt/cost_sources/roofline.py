@@ -10,6 +10,9 @@ communication SMs can move), plus a latency. Rows of one token travel together, 
 - combine (F_COMB, B_DISP): ``reduced`` sums on each rank, then on each node, so it moves what a dispatch moves;
   ``rows`` returns every expert's row by itself, K per token.
 
+A tensor-parallel collective moves the hidden states of a rank's tokens to every other of its tp ranks, which are
+neighbours: over NVLink if they share a node, else over the network. Expert-parallel groups then lie tp ranks apart.
+
 Routing is balanced: every expert is as likely as any other. Expectations are those of K distinct experts out of E.
 """
 
@@ -22,11 +25,11 @@ from math import gcd, prod
 from tessera_rt.cost_sources.device import DeviceSpec
 from tessera_rt.cost_sources.layer_shapes import input_width
 from tessera_rt.cost_sources.sizes import check_workload, item_memory
-from tessera_rt.cost_sources.work import DTYPE_BYTES, Work, WorkKind, count_payload, expert_rows, task_work
+from tessera_rt.cost_sources.work import DTYPE_BYTES, Work, WorkKind, count_payload, expert_rows, task_work, tp_payload
 from tessera_rt.costs import RECOMPUTED, CostTable, Provenance, TaskCost, Workload
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import AttentionKind, FeedForward, Item, ModelSpec
-from tessera_rt.tasks import Pass, Resource, Task, TaskKind, chunk_tasks, task_name
+from tessera_rt.tasks import TP_KINDS, Pass, Resource, Task, TaskKind, chunk_tasks, task_name
 
 _ROUTE_BYTES = 8  # an expert id (int32) and a weight (fp32) per chosen expert ride with each dispatched row
 _CONTEXT_KINDS = (AttentionKind.SOFTMAX, AttentionKind.SLIDING, AttentionKind.MLA)
@@ -127,7 +130,8 @@ def _item_costs(
     work = task_work(model, item, workload)
     recomputed = RECOMPUTED[workload.recompute]
     costs: dict[tuple[Pass, TaskKind], TaskCost] = {}
-    for task in (*chunk_tasks([item], Pass.F).tasks, *chunk_tasks([item], Pass.B).tasks):
+    tasks = [task for pass_ in (Pass.F, Pass.B) for task in chunk_tasks([item], pass_, tp=workload.tp).tasks]
+    for task in tasks:
         if task.resource is Resource.COMM:
             costs[task.pass_, task.kind] = _comm_cost(model, item, task, workload, device, sms)
             continue
@@ -142,6 +146,10 @@ def _item_costs(
 
 
 def _comm_cost(model: ModelSpec, item: Item, task: Task, workload: Workload, device: DeviceSpec, sms: int) -> TaskCost:
+    if task.kind in TP_KINDS:
+        size = tp_payload(model, task, workload)
+        crosses = any(len(nodes) > 1 for nodes in group_nodes(workload.tp, device.gpus_per_node))
+        return _transfer(Traffic(size, 0) if crosses else Traffic(0, size), device, sms)
     assert item.layer is not None
     ff = item.layer.feed_forward
     if task.kind is TaskKind.COUNT:
@@ -157,7 +165,7 @@ def _comm_cost(model: ModelSpec, item: Item, task: Task, workload: Workload, dev
         forward_dispatch = task.kind is TaskKind.DISP and task.pass_ is Pass.F
         rows_of, row = dispatch_rows, width + (_ROUTE_BYTES * ff.top_k if forward_dispatch else 0)
     worst = TaskCost(ns=0)
-    for nodes in group_nodes(workload.ep, device.gpus_per_node):
+    for nodes in group_nodes(workload.ep, max(1, device.gpus_per_node // workload.tp)):
         rows = rows_of(ff, nodes)
         sent = Traffic(workload.tokens * rows.network * row, workload.tokens * rows.node * row)
         worst = max(worst, _transfer(sent, device, sms), key=lambda cost: cost.ns)
@@ -179,7 +187,7 @@ def _count_cost(experts: int, workload: Workload, device: DeviceSpec) -> TaskCos
     ranks = workload.dp * workload.ep
     if ranks == 1:
         return TaskCost(ns=device.launch_ns)
-    crosses = any(len(nodes) > 1 for nodes in group_nodes(ranks, device.gpus_per_node))
+    crosses = any(len(nodes) > 1 for nodes in group_nodes(ranks, max(1, device.gpus_per_node // workload.tp)))
     link = device.inter_node if crosses else device.intra_node
     size = count_payload(experts, workload)
     return TaskCost(ns=round(size / link.bytes_per_s * 1e9) + link.latency_ns + device.launch_ns, bytes=size)
@@ -191,6 +199,8 @@ def _notes(model: ModelSpec, workload: Workload, device: DeviceSpec, sms: int) -
     if workload.ep > 1:
         how = "summed per rank and node" if workload.combine == "reduced" else "every expert's row by itself"
         yield f"dispatch sends one row per token and node over the network; combine: {how}; {sms} SMs communicate"
+    if workload.tp > 1:
+        yield f"tp {workload.tp}: tokens are split between blocks (sequence parallelism), experts by ep alone"
     if workload.context > workload.tokens and any(
         item.layer is not None and item.layer.attention.kind in _CONTEXT_KINDS for item in model.items
     ):

@@ -2,9 +2,11 @@
 
 Memory is bytes on one rank. What is counted:
 
-- weights: every dense parameter of the item, experts / ep of the experts, in the workload's dtype;
+- weights: every dense parameter of the item, experts / ep of the experts, in the workload's dtype; of the tasks that
+  tensor parallelism splits (``tasks.split_by_tp``) 1 / tp of the split weights and of the embedding table;
 - gradients: one main-gradient element (fp32; fp64 for fp64) per weight of the rank, and the rank's shard of the reduced
-  ones where several ranks reduce the same gradient: dp * ep for dense parameters, dp for experts;
+  ones where several ranks reduce the same gradient: dp * ep for dense parameters, dp for experts, times tp for what
+  tensor parallelism does not split;
 - optimizer: two moments for adamw, one for sgd with momentum, and a master weight unless the weight itself has the
   gradients' dtype, all in that dtype; a shard of them, as of the reduced gradients.
   Without ``shard_optimizer`` the state is whole and gradients are reduced in place;
@@ -12,7 +14,8 @@ Memory is bytes on one rank. What is counted:
   of fused kernels: a small fp32 model in plain torch on a CPU kept 2.1 (gated delta net), 1.37 (softmax attention) and
   1.26 (head) times as much;
 - pending_w: input rows and output-gradient rows of every split weight;
-- transient: of a task: gradients of all it holds, its outputs, and what it recomputes; the largest task counts;
+- transient: of a task: gradients of all it holds, its outputs, and what it recomputes, and with tp > 1 the hidden
+  states of the other ranks' tokens, gathered and before they are summed; the largest task counts;
 - output: the hidden state, plus one per MTP block at or before the item (the head needs all of them).
 
 A recomputed task keeps its inputs only. Collectives are never redone, so rows received by a dispatch or a combine stay.
@@ -20,7 +23,7 @@ A recomputed task keeps its inputs only. Collectives are never redone, so rows r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tessera_rt.cost_sources.layer_shapes import (
@@ -35,10 +38,10 @@ from tessera_rt.cost_sources.work import DTYPE_BYTES, expert_rows, head_uses, st
 from tessera_rt.costs import RECOMPUTED, ItemMemory, Recompute, Workload
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, Item, ItemKind, ModelSpec
-from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks
+from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks, split_by_tp
 
 _ID_BYTES = 8  # token and expert ids are int64
-_MOST: Mapping[str, int] = {"tokens": 2**20, "context": 2**24, "dp": 2**20, "ep": 2**20}
+_MOST: Mapping[str, int] = {"tokens": 2**20, "context": 2**24, "dp": 2**20, "ep": 2**20, "tp": 2**10}
 """Largest sizes of a workload: far beyond any use, and the times and bytes of a step fit 64 bits."""
 _MOMENTS: Mapping[str, int] = {"adamw": 2, "sgd": 0}  # without momentum
 
@@ -78,17 +81,28 @@ def item_memory(model: ModelSpec, item: Item, workload: Workload) -> ItemMemory:
     check_workload(model, workload, items=[item])
     e, state = DTYPE_BYTES[workload.dtype], state_bytes(workload.dtype)
     experts = item_expert_parameters(model, item) // workload.ep
-    dense = item_parameters(model, item) - item_expert_parameters(model, item)
-    dense_ranks, expert_ranks = (workload.dp * workload.ep, workload.dp) if workload.shard_optimizer else (1, 1)
+    split = _ceil(_split_parameters(model, item), workload.tp)
+    dense = item_parameters(model, item) - item_expert_parameters(model, item) - _split_parameters(model, item)
+    # (parameters on the rank, ranks that reduce the same gradient)
+    held_by = (
+        (split, workload.dp * workload.ep),
+        (dense, workload.dp * workload.ep * workload.tp),
+        (experts, workload.dp * workload.tp),
+    )
+    shards = [(count, ranks if workload.shard_optimizer else 1) for count, ranks in held_by]
+    others = 2 * (workload.tp - 1) * workload.tokens * model.hidden * e
     recomputed = RECOMPUTED[workload.recompute]
     held = {kind: _held(model, item, kind, workload) for kind in _compute_kinds(item)}
     return ItemMemory(
-        weights=e * (dense + experts),
-        gradients=state * (dense + experts + _reduced(dense, dense_ranks) + _reduced(experts, expert_ranks)),
-        optimizer=_optimizer_bytes(workload) * (_ceil(dense, dense_ranks) + _ceil(experts, expert_ranks)),
+        weights=e * sum(count for count, _ in shards),
+        gradients=state * sum(count + _reduced(count, ranks) for count, ranks in shards),
+        optimizer=_optimizer_bytes(workload) * sum(_ceil(count, ranks) for count, ranks in shards),
         activations=sum(h.inputs + (0 if kind in recomputed else h.inside) for kind, h in held.items()),
         pending_w=_pending_w(model, item, workload),
-        transient=max(h.inputs + h.outputs + h.inside * (2 if kind in recomputed else 1) for kind, h in held.items()),
+        transient=max(
+            h.inputs + h.outputs + h.inside * (2 if kind in recomputed else 1) + others * split_by_tp(item, kind)
+            for kind, h in held.items()
+        ),
         output=_output(model, item, workload),
     )
 
@@ -117,8 +131,8 @@ def check_workload(
             problems.append(Problem(f"workload.{name}", value, f"an integer from 1 to {most}"))
     if workload.momentum and workload.optimizer != "sgd":
         problems.append(Problem("workload.momentum", workload.momentum, f"false with {workload.optimizer}"))
-    if workload.tp != 1:
-        problems.append(Problem("workload.tp", workload.tp, "1", "tensor parallelism is not in this version"))
+    if isinstance(workload.tp, int) and 1 < workload.tp <= _MOST["tp"]:
+        problems += _tp_problems(model.items if items is None else items, workload.tp)
     if isinstance(workload.ep, int) and workload.ep >= 1:
         labels: dict[int, list[str]] = {}
         for item in model.items if items is None else items:
@@ -130,6 +144,37 @@ def check_workload(
             problems.append(Problem("workload.ep", workload.ep, allowed, f"such as {_divisor(experts, workload.ep)}"))
     if problems:
         raise SpecError.of(f"workload for {model.name}", problems)
+
+
+def _tp_problems(items: Iterable[Item], tp: int) -> Iterator[Problem]:
+    """Sizes that ``tp`` ranks cannot share evenly, each once."""
+    seen: set[tuple[str, int]] = set()
+    for item in items:
+        if item.layer is None:
+            continue
+        ff = item.layer.feed_forward
+        sizes = {
+            "attention heads": item.layer.attention.heads,
+            "intermediate size": ff.intermediate if ff.kind is FeedForwardKind.DENSE else 0,
+            "shared experts' intermediate size": ff.shared_intermediate,
+        }
+        for name, size in sizes.items():
+            if size % tp and (name, size) not in seen:
+                seen.add((name, size))
+                yield Problem("workload.tp", tp, f"a divisor of {size}, the {name} of {item.label}")
+
+
+def _split_parameters(model: ModelSpec, item: Item) -> int:
+    """Dense parameters of an item that tensor parallelism divides: split linear weights and the embedding table."""
+    linear = sum(
+        part.parameters
+        for kind, parts in task_linears(model, item).items()
+        if split_by_tp(item, kind)
+        for part in parts
+        if part.split
+    )
+    table = model.vocab * model.hidden if item.kind in (ItemKind.EMBED, ItemKind.MTP) else 0
+    return linear + table
 
 
 def _divisor(experts: int, ep: int) -> int:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from tessera_rt.cost_sources.layer_shapes import Linear, conv_channels, input_width, task_linears, up_width
 from tessera_rt.costs import Workload
 from tessera_rt.model_spec import Attention, AttentionKind, FeedForward, FeedForwardKind, Item, ModelSpec
-from tessera_rt.tasks import Pass, Resource, TaskKind, chunk_tasks, task_name
+from tessera_rt.tasks import Pass, Resource, Task, TaskKind, chunk_tasks, split_by_tp, task_name
 
 GDN_CHUNK = 64  # tokens per chunk of the chunked gated delta rule (flash-linear-attention's kernels)
 MAMBA2_CHUNK = 128  # tokens per chunk of the state-space-duality algorithm (NemotronH's configuration)
@@ -63,6 +63,9 @@ def task_work(model: ModelSpec, item: Item, workload: Workload) -> dict[str, tup
     """Task name -> its pieces, for every compute task of the item (F, B, W), without recomputation.
 
     B holds input gradients, and the weight gradients of what is not split; W the weight gradients of split weights.
+    ``workload.tokens`` are a rank's own; where tensor parallelism splits a task, a rank computes 1 / tp of it (key and
+    value heads, too) for the tokens of all tp ranks: the same flops, 1 / tp of the weight's bytes, and rows are charged
+    as if they were its own.
     """
     linears = task_linears(model, item)
     work: dict[str, tuple[Work, ...]] = {}
@@ -74,10 +77,11 @@ def task_work(model: ModelSpec, item: Item, workload: Workload) -> dict[str, tup
         pieces: list[Work] = []
         for linear in own:
             rows = _rows(model, item, task.kind, linear, workload)
+            shards = workload.tp if linear.split and split_by_tp(item, task.kind) else 1
             if task.pass_ is Pass.F or task.pass_ is Pass.B:
-                pieces.append(_gemm(linear, rows, workload))
+                pieces.append(_gemm(linear, rows, workload, shards))
             if task.pass_ is (Pass.W if linear.split else Pass.B):
-                pieces.append(_weight_gradient(linear, rows, workload))
+                pieces.append(_weight_gradient(linear, rows, workload, shards))
         if task.pass_ is not Pass.W:
             pieces += _core(item, task.kind, task.pass_, workload)
             moved = _elementwise(model, item, task.kind, workload)
@@ -98,6 +102,15 @@ def comm_payload(model: ModelSpec, item: Item, workload: Workload) -> dict[TaskK
     return {TaskKind.COUNT: count_payload(ff.experts, workload), TaskKind.DISP: size, TaskKind.COMB: size}
 
 
+def tp_payload(model: ModelSpec, task: Task, workload: Workload) -> int:
+    """Bytes a rank sends in a tensor-parallel collective: its tokens' hidden states to, or sums for, every other rank.
+
+    The collective that gathers an output's gradient gathers the input again, too, for the weight gradient.
+    """
+    states = 2 if task.pass_ is Pass.B and task.kind in (TaskKind.TP, TaskKind.TP_MLP) else 1
+    return states * (workload.tp - 1) * workload.tokens * model.hidden * DTYPE_BYTES[workload.dtype]
+
+
 def count_payload(experts: int, workload: Workload) -> int:
     """Bytes of the all-gather of counts [E] int64 over dp x ep: each rank's own, to every other rank."""
     return (workload.dp * workload.ep - 1) * experts * _COUNT_BYTES
@@ -109,19 +122,19 @@ def _rows(model: ModelSpec, item: Item, kind: TaskKind, linear: Linear, workload
     return workload.tokens * (head_uses(model) if kind is TaskKind.HEAD else 1)
 
 
-def _gemm(linear: Linear, rows: int, workload: Workload) -> Work:
+def _gemm(linear: Linear, rows: int, workload: Workload, shards: int) -> Work:
     """Forward or input gradient: 2 rows n_in n_out flops; reads rows and weights, writes rows."""
     local = linear.experts // workload.ep if linear.experts else 1
-    moved = rows * (linear.n_in + linear.n_out) + local * linear.n_in * linear.n_out
+    moved = rows * (linear.n_in + linear.n_out) + local * linear.n_in * linear.n_out // shards
     kind = WorkKind.GROUPED_GEMM if linear.experts else WorkKind.GEMM
     return Work(kind, 2 * rows * linear.n_in * linear.n_out, DTYPE_BYTES[workload.dtype] * moved)
 
 
-def _weight_gradient(linear: Linear, rows: int, workload: Workload) -> Work:
+def _weight_gradient(linear: Linear, rows: int, workload: Workload, shards: int) -> Work:
     """The same flops; reads both rows, reads and writes the main gradient."""
     local = linear.experts // workload.ep if linear.experts else 1
     moved = DTYPE_BYTES[workload.dtype] * rows * (linear.n_in + linear.n_out)
-    moved += 2 * state_bytes(workload.dtype) * local * linear.n_in * linear.n_out
+    moved += 2 * state_bytes(workload.dtype) * local * linear.n_in * linear.n_out // shards
     kind = WorkKind.GROUPED_GEMM if linear.experts else WorkKind.GEMM
     return Work(kind, 2 * rows * linear.n_in * linear.n_out, moved)
 

@@ -35,7 +35,10 @@ _HEADER = "# Costs for Tessera. Times in ns, memory and payloads in bytes on one
 _END = "..."  # YAML's end of a document
 _NO_WORKLOAD = "the file states no workload: tokens and context are given as 1"
 _LABEL = re.compile(r"EMBED|HEAD|[LM](0|[1-9][0-9]*)")
-_OWN_KINDS: Mapping[str, set[TaskKind]] = {"EMBED": {TaskKind.EMBED}, "HEAD": {TaskKind.HEAD}}
+_OWN_KINDS: Mapping[str, set[TaskKind]] = {
+    "EMBED": {TaskKind.EMBED, TaskKind.TP},
+    "HEAD": {TaskKind.HEAD, TaskKind.TP_IN},
+}
 _LAYER_KINDS = set(TaskKind) - {TaskKind.EMBED, TaskKind.HEAD}
 
 _Count = Annotated[int, Field(ge=0)]
@@ -218,9 +221,11 @@ def _name_problems(data: object, model: ModelSpec | None) -> Iterator[Problem]:
     items = data.get("items") if isinstance(data, dict) else None
     if not isinstance(items, dict):
         return
+    workload = data.get("workload") if isinstance(data, dict) else None
+    tp = workload.get("tp", 1) if isinstance(workload, dict) else 1
     known = (
         {
-            item.label: {task.name for p in (Pass.F, Pass.B) for task in chunk_tasks([item], p).tasks}
+            item.label: {task.name for p in (Pass.F, Pass.B) for task in chunk_tasks([item], p, tp=tp).tasks}
             for item in model.items
         }
         if model

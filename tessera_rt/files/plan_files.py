@@ -119,6 +119,7 @@ def _interleaving_data(entry: Interleaving) -> dict[str, object]:
         "makespan_ns": entry.makespan_ns,
         "comm_sms": entry.comm_sms,
         "method": entry.method,
+        "bound_ns": entry.bound_ns,
     }
 
 
@@ -239,6 +240,7 @@ class _Interleaving(StrictModel):
     makespan_ns: _Count = 0
     comm_sms: _Count = 0
     method: str
+    bound_ns: _Count = 0
 
 
 class _Plan(StrictModel):
@@ -302,7 +304,8 @@ def _plan(read: _Plan, model: ModelSpec | None, problems: list[Problem]) -> Plan
     """The plan of checked fields; appends what is wrong with its texts to ``problems``."""
     stages = tuple(Stage(**stage.model_dump(exclude={"items"})) for stage in read.stages)
     interleavings = {
-        key: _interleaving(key, entry, stages, model, problems) for key, entry in read.interleavings.items()
+        key: _interleaving(key, entry, stages, model, read.mesh.tp, problems)
+        for key, entry in read.interleavings.items()
     }
     labels = tuple(item.label for item in model.items) if model is not None else _labels(stages, interleavings)
     for i, stage in enumerate(read.stages):
@@ -340,13 +343,13 @@ def _plan(read: _Plan, model: ModelSpec | None, problems: list[Problem]) -> Plan
 
 
 def _interleaving(
-    key: str, entry: _Interleaving, stages: Sequence[Stage], model: ModelSpec | None, problems: list[Problem]
+    key: str, entry: _Interleaving, stages: Sequence[Stage], model: ModelSpec | None, tp: int, problems: list[Problem]
 ) -> Interleaving:
     order = tuple(entry.order.split())
     if model is not None:
         field = f"interleavings.{key}"
         try:
-            expanded = expand_names(order, action_tasks(key, stages, model.items))
+            expanded = expand_names(order, action_tasks(key, stages, model.items, tp=tp))
         except (PlanError, ScheduleError) as error:
             problems += [
                 Problem(f"{field}.order", fault.value, fault.allowed, fault.remedy) for fault in error.problems
@@ -363,4 +366,5 @@ def _interleaving(
         makespan_ns=entry.makespan_ns,
         comm_sms=entry.comm_sms,
         method=entry.method,
+        bound_ns=entry.bound_ns,
     )

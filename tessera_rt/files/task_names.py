@@ -1,7 +1,8 @@
 """Names of items and tasks as people write them: ranges of item labels, and the coarser task names of the paper.
 
 The paper knows four tasks per layer and pass and one weight gradient. Such an order is accepted where it can mean only
-one thing; each coarse name stands for its own task and for those beside it that the order does not name itself::
+one thing; each coarse name stands for its own task and for those beside it (tensor-parallel collectives included) that
+the order does not name itself::
 
     F_ATTN  ATTN ROUTE      F_DISP  COUNT DISP      F_MLP  MLP SHARED      F_COMB or F_COMBINE  COMB POST
     B_COMB or B_COMBINE  POST COMB      B_MLP  MLP SHARED      B_DISP  DISP      B_ATTN  ROUTE ATTN
@@ -19,13 +20,13 @@ from tessera_rt.tasks import Pass, TaskGraph, TaskKind
 _SYNONYMS = {"COMBINE": "COMB", "DISPATCH": "DISP"}
 _WGRAD = "WGRAD"
 _STANDS_FOR: dict[tuple[str, str], tuple[TaskKind, ...]] = {
-    ("F", "ATTN"): (TaskKind.ATTN, TaskKind.ROUTE),
+    ("F", "ATTN"): (TaskKind.TP_IN, TaskKind.ATTN, TaskKind.TP, TaskKind.ROUTE),
     ("F", "DISP"): (TaskKind.COUNT, TaskKind.DISP),
-    ("F", "MLP"): (TaskKind.MLP, TaskKind.SHARED),
+    ("F", "MLP"): (TaskKind.TP_MLP_IN, TaskKind.MLP, TaskKind.SHARED, TaskKind.TP_MLP),
     ("F", "COMB"): (TaskKind.COMB, TaskKind.POST),
     ("B", "COMB"): (TaskKind.POST, TaskKind.COMB),
-    ("B", "MLP"): (TaskKind.MLP, TaskKind.SHARED),
-    ("B", "ATTN"): (TaskKind.ROUTE, TaskKind.ATTN),
+    ("B", "MLP"): (TaskKind.TP_MLP, TaskKind.MLP, TaskKind.SHARED, TaskKind.TP_MLP_IN),
+    ("B", "ATTN"): (TaskKind.ROUTE, TaskKind.TP, TaskKind.ATTN, TaskKind.TP_IN),
 }
 _LABEL = re.compile(r"([LM])(\d+)")
 

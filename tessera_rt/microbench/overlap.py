@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.trace import Trace
 from tessera_rt.microbench.machine import ClockReader, Clocks, Machine, machine
 from tessera_rt.microbench.timing import Both, Launch, Stopwatch, Timing, slowest_rank, stopwatch
 
 BudgetedLaunch = Callable[[SmBudget], object]
-"""Launches its work within a budget. It may return a trace [programs, 2] int32 of program ids and SMs."""
+"""Launches its work within a budget. It may return a Trace of where its programs ran."""
 SWEEP = (4, 8, 12, 16, 20, 24, 32)
 
 
@@ -187,9 +187,9 @@ def _measure(
 
 
 def _placement(comm: object, comp: object) -> Placement | None:
-    if not isinstance(comm, Tensor) or not isinstance(comp, Tensor):
+    if not isinstance(comm, Trace) or not isinstance(comp, Trace):
         return None
-    comm_sms, comp_sms = (set(trace[:, 1].tolist()) for trace in (comm, comp))
+    comm_sms, comp_sms = (set[int]().union(*(launch.sms() for launch in trace.launches)) for trace in (comm, comp))
     return Placement(comm_sms=len(comm_sms), comp_sms=len(comp_sms), shared_sms=len(comm_sms & comp_sms))
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.trace import Trace
 from tessera_rt.microbench.compare import ComparedRow, Contender, compare
 from tessera_rt.microbench.problems import ExpertProblem
 from tessera_rt.microbench.timing import Launch
 
 WITHOUT_GPU = "no GPU: Tessera's Triton products were not timed, only torch's"
-BudgetedProduct = Callable[[SmBudget], Tensor]
+BudgetedProduct = Callable[[SmBudget], Trace]
 
 
 def bench_products(problem: ExpertProblem, *, samples: int = 20, timeout_s: float = 60.0) -> tuple[ComparedRow, ...]:
@@ -43,10 +44,10 @@ def budgeted_product(problem: ExpertProblem) -> tuple[BudgetedProduct, int]:
     x, weight, _ = _operands(problem, problem.shape.product, problem.shape.hidden)
     rows = expert_rows(problem.offsets(), problem.rows)
 
-    def launch(budget: SmBudget) -> Tensor:
+    def launch(budget: SmBudget) -> Trace:
         trace = Trace()
         rows_gemm(x, weight, rows, zero_tail=False, run=Run(budget=budget, trace=trace))
-        return trace.launches[0].places
+        return trace
 
     return launch, 2 * problem.rows * weight[0].numel()
 

@@ -25,8 +25,9 @@ from tessera_rt.model_spec import AttentionKind, FeedForward, FeedForwardKind, I
 from tessera_rt.models import initial
 from tessera_rt.models.attention import GatedDeltaNet, SoftmaxAttention, attention_problems
 from tessera_rt.models.dropout import keyed_dropout
-from tessera_rt.moe.block import MoEBlock, moe_problems, moe_steps
-from tessera_rt.moe.experts import DenseFeedForward, activation_problems
+from tessera_rt.moe.block import MoEBlock, moe_steps
+from tessera_rt.moe.config import MoEConfig, activation_problems, feed_forward_problems, gate_of
+from tessera_rt.moe.experts import DenseFeedForward
 from tessera_rt.moe.steps import IGNORED, Chunk, ComputeStep, ParameterInfo, Placement, Program, Seed, Step, expert_name
 from tessera_rt.split import SplitLinear
 from tessera_rt.tasks import TaskKind
@@ -98,7 +99,7 @@ class HybridChunk(Chunk):
                     name=name,
                     parameter=parameter,
                     experts=experts,
-                    decay=parameter.ndim > 1,
+                    decay=parameter.ndim > (1 if experts is None else 2),  # not biases and norms
                     tied="embed.weight" if self.spec.tied and name in ("embed.weight", "head.weight") else "",
                 )
             )
@@ -177,8 +178,7 @@ class HybridChunk(Chunk):
                 layer.feed_forward = DenseBranch(spec.hidden, item.layer.feed_forward, **sizes)
             case FeedForwardKind.MOE:
                 layer.feed_forward = MoEBlock(
-                    spec.hidden,
-                    item.layer.feed_forward,
+                    MoEConfig.from_feed_forward(spec.hidden, item.layer.feed_forward),
                     ep_rank=placement.ep_rank,
                     ep_size=placement.ep_size,
                     pad_token=pad_token,
@@ -213,7 +213,7 @@ class DenseBranch(DenseFeedForward):
     """Norm and dense feed-forward: what is added to x [b, s, H]."""
 
     def __init__(self, hidden: int, spec: FeedForward, *, norm_eps: float, dtype: torch.dtype) -> None:
-        super().__init__(hidden, spec.intermediate, spec.activation, bias=spec.bias, dtype=dtype)
+        super().__init__(hidden, spec.intermediate, gate_of(spec.activation), bias=spec.bias, dtype=dtype)
         self.norm = nn.RMSNorm(hidden, eps=norm_eps, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,11 +241,11 @@ def hybrid_problems(spec: ModelSpec) -> list[Problem]:
         problems += _within(f"layers[{i}].attention", attention_problems(layer.attention))
         match layer.feed_forward.kind:
             case FeedForwardKind.DENSE:
-                found = activation_problems(layer.feed_forward)
+                found = list(activation_problems(layer.feed_forward))
                 if layer.feed_forward.intermediate < 1:
                     found.append(Problem("intermediate", layer.feed_forward.intermediate, "at least 1"))
             case FeedForwardKind.MOE:
-                found = moe_problems(layer.feed_forward)
+                found = list(feed_forward_problems(layer.feed_forward))
             case FeedForwardKind.NONE:
                 found = []
                 if layer.attention.kind is AttentionKind.NONE:

@@ -1,19 +1,19 @@
 """A MoE layer's second half: norm, router, dispatch, experts, shared expert, combine, residual; whole or as steps.
 
 ``MoEBlock`` holds the modules and one method per compute task. ``moe_steps`` turns it into the steps that the engine
-runs; ``MoEBlock.forward`` composes the same methods in one process. No method keeps anything on ``self``.
+runs; ``MoEBlock.forward`` is the same function in one process. No method keeps anything on ``self``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tessera_rt.errors import PlanError, Problem, SpecError
-from tessera_rt.model_spec import FeedForward
+from tessera_rt.moe.config import MoEConfig
 from tessera_rt.moe.dispatch import (
     Routing,
     RoutingPending,
@@ -24,27 +24,38 @@ from tessera_rt.moe.dispatch import (
     send_order,
     weighted_sum,
 )
-from tessera_rt.moe.experts import Experts, SharedExpert, activation_problems
-from tessera_rt.moe.router import TopKRouter, balance_gradient, router_problems
+from tessera_rt.moe.layer import MoEParts, mixed, routing_of
+from tessera_rt.moe.router import Choice, balance_gradient, score_sum, z_gradient, z_sum
 from tessera_rt.moe.steps import CommStep, ComputeStep, Pending, Seed, Step, Transport
-from tessera_rt.moe.transport import LocalTransport
 from tessera_rt.tasks import TaskKind
 
 ResidualHook = Callable[[Tensor, int], Tensor]  # (branch output [..., H], random_key) -> the same shape
 
 
-class MoEBlock(nn.Module):
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the ROUTE task makes. ``mask`` [T] or None; ``hidden`` [T, H], the normalised input; ``rows`` [R, D] in the
+    ``order`` [R] in which they leave; ``counts`` [E] int64."""
+
+    choice: Choice
+    mask: Tensor | None
+    hidden: Tensor
+    rows: Tensor
+    order: Tensor
+    counts: Tensor
+
+
+class MoEBlock(MoEParts):
     """y = x + sum over chosen experts of weight * expert(norm(x)) + shared(norm(x)), for x [..., H].
 
     Holds the experts of ``ep_rank``: global ids ``expert_ids``. Tokens equal to ``pad_token`` are not routed and do not
-    count in the balance loss. ``before_residual`` is applied to the sum of the branches (dropout, say). Raises
-    SpecError for descriptions it cannot run, PlanError when ``ep_size`` does not divide the experts.
+    count in the router's losses. ``before_residual`` is applied to the sum of the branches (dropout, say). Raises
+    SpecError for a configuration with faults, PlanError when ``ep_size`` does not divide the experts.
     """
 
     def __init__(
         self,
-        hidden: int,
-        spec: FeedForward,
+        config: MoEConfig,
         *,
         norm_eps: float = 1e-6,
         ep_rank: int = 0,
@@ -54,34 +65,18 @@ class MoEBlock(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        problems = moe_problems(spec)
-        if problems:
-            raise SpecError.of("MoE layer", problems)
-        if spec.experts % ep_size or not 0 <= ep_rank < ep_size:
-            problem = Problem("ep_rank, ep_size", (ep_rank, ep_size), f"a rank and a divisor of {spec.experts} experts")
-            raise PlanError.of("MoE layer", [problem])
-        local = spec.experts // ep_size
-        self.expert_ids = range(ep_rank * local, (ep_rank + 1) * local)
-        self.aux_coefficient = spec.router.aux_coefficient
-        self.top_k, self.pad_token, self._before_residual = spec.top_k, pad_token, before_residual
-        self.norm = nn.RMSNorm(hidden, eps=norm_eps, device=device, dtype=dtype)
-        self.router = TopKRouter(hidden, spec, device=device, dtype=dtype)
-        self.experts = Experts(local, hidden, spec, device=device, dtype=dtype)
-        shared = SharedExpert(hidden, spec, device=device, dtype=dtype) if spec.shared_intermediate else None
-        self.shared: SharedExpert | None = shared
+        super().__init__(config, ep_rank=ep_rank, ep_size=ep_size, device=device, dtype=dtype)
+        self.pad_token, self._before_residual = pad_token, before_residual
+        self.norm = nn.RMSNorm(config.hidden, eps=norm_eps, device=device, dtype=dtype)
 
-    def route(self, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """``x`` [..., H], ``tokens`` [...] -> rows [R, H], weights [T, K], order [R], counts [E], prob_sum [E], hidden.
-
-        ``hidden`` [T, H] is the normalised input, for the shared expert.
-        """
+    def route(self, x: Tensor, tokens: Tensor | None = None) -> Routed:
+        """``x`` [..., H], ``tokens`` [...] -> the choice, and what leaves for the experts."""
         hidden = self.norm(x).reshape(-1, x.shape[-1])
-        mask = None if self.pad_token is None or tokens is None else tokens.reshape(-1) != self.pad_token
+        mask = self._mask(tokens)
         choice = self.router(hidden, mask)
-        order, counts = send_order(choice.ids, self.router.experts)
-        rows = gather_rows(hidden, order, self.top_k)
-        return rows, choice.weights, order, counts, choice.prob_sum, hidden
+        order, counts = send_order(choice.ids, self.config.experts)
+        rows = gather_rows(self.expert_input(hidden), order, self.config.top_k)
+        return Routed(choice, mask, hidden, rows, order, counts)
 
     def run_experts(self, received: Tensor, routing: Routing) -> tuple[Tensor]:
         """Received rows, ordered by (source, expert) -> the experts' outputs in the same order."""
@@ -96,28 +91,27 @@ class MoEBlock(nn.Module):
     def finish(
         self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, random_key: int, shared: Tensor | None = None
     ) -> tuple[Tensor]:
-        """The weighted sum of the returned rows [R, H], plus ``shared`` [T, H], plus the residual ``x`` [..., H]."""
-        branch = weighted_sum(returned, weights, order)
-        if shared is not None:
-            branch = branch + shared
-        branch = branch.view(x.shape)
-        if self._before_residual is not None:
-            branch = self._before_residual(branch, random_key)
-        return (x + branch,)
+        """The weighted sum of the returned rows [R, D], plus ``shared`` [T, H], plus the residual ``x`` [..., H]."""
+        branch = self.expert_output(weighted_sum(returned, weights, order))
+        return (self._residual(x, branch if shared is None else branch + shared, random_key),)
 
     def forward(
         self, x: Tensor, tokens: Tensor | None = None, *, random_key: int = 0, aux_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """``x`` [..., H] -> (y [..., H], balance loss []), with all experts in this process."""
-        rows, weights, order, counts, prob_sum, hidden = self.route(x, tokens)
-        transport = LocalTransport()
-        routing: Routing = _issue_count(transport, counts).wait()
-        (processed,) = self.run_experts(transport.dispatch(rows, routing.layout).wait(), routing)
-        returned = transport.combine(processed, routing.layout).wait()
-        shared = None if self.shared is None else self.run_shared(hidden)[0]
-        (y,) = self.finish(x, returned, weights, order, random_key, shared)
-        aux = balance_gradient(prob_sum, routing.counts, self.aux_coefficient, self.top_k, aux_scale) * prob_sum
-        return y, aux.sum()
+        """``x`` [..., H] -> (y [..., H], the router's losses []), with all experts in this process."""
+        hidden = self.norm(x).reshape(-1, x.shape[-1])
+        mask = self._mask(tokens)
+        choice = self.router(hidden, mask)
+        y = self._residual(x, mixed(self, hidden, choice), random_key)
+        routing = routing_of(self.config, choice, mask)
+        return y, (routing.aux_loss + routing.z_loss) * aux_scale
+
+    def _mask(self, tokens: Tensor | None) -> Tensor | None:
+        return None if self.pad_token is None or tokens is None else tokens.reshape(-1) != self.pad_token
+
+    def _residual(self, x: Tensor, branch: Tensor, random_key: int) -> Tensor:
+        branch = branch.view(x.shape)
+        return x + (branch if self._before_residual is None else self._before_residual(branch, random_key))
 
 
 def moe_steps(label: str, block: MoEBlock, input: str, output: str) -> tuple[Step, ...]:
@@ -129,30 +123,24 @@ def moe_steps(label: str, block: MoEBlock, input: str, output: str) -> tuple[Ste
     def name(*values: str) -> tuple[str, ...]:
         return tuple(f"{label}.{value}" for value in values)
 
-    rows, weights, order, counts, prob_sum, hidden, routing, received, processed, returned, shared = name(
-        "rows", "weights", "order", "counts", "prob_sum", "hidden", "routing", "received", "processed", "returned",
-        "shared",
+    rows, weights, order, counts, scores, squares, hidden, routing, received, processed, returned, shared = name(
+        "rows", "weights", "order", "counts", "score_sum", "z_sum", "hidden", "routing", "received", "processed",
+        "returned", "shared",
     )  # fmt: skip
     # Outputs that nobody reads are left out: they would only be kept in memory.
-    aux, has_shared = block.aux_coefficient > 0, block.shared is not None
-    route_outputs = (rows, weights, order, counts, *([prob_sum] if aux else []), *([hidden] if has_shared else []))
-    seeds = (
-        Seed(
-            output=prob_sum,
-            fn=partial(_balance_seed, block.aux_coefficient, block.top_k),
-            inputs=(prob_sum, routing, "aux_scale"),
-            metric="aux_loss",
-        ),
-    )
+    config, has_shared = block.config, block.shared is not None
+    losses = [
+        (output, partial(_loss_gradient, gradient, coefficient, config.top_k))
+        for output, gradient, coefficient in (
+            (scores, balance_gradient, config.aux_coefficient),
+            (squares, z_gradient, config.z_coefficient),
+        )
+        if coefficient > 0
+    ]
+    seeds = tuple(Seed(output, fn, (output, routing, "aux_scale"), "aux_loss") for output, fn in losses)
+    route_outputs = (rows, weights, order, counts, *(seed.output for seed in seeds), *([hidden] if has_shared else []))
     steps: list[Step] = [
-        ComputeStep(
-            TaskKind.ROUTE,
-            label,
-            partial(_route, block, aux, has_shared),
-            (input, "tokens"),
-            route_outputs,
-            seeds if aux else (),
-        ),
+        ComputeStep(TaskKind.ROUTE, label, partial(_route, block), (input, "tokens"), route_outputs, seeds),
         CommStep(TaskKind.COUNT, label, _issue_count, None, (counts,), routing),
         CommStep(TaskKind.DISP, label, _issue_dispatch, _issue_combine, (rows, routing), received),
     ]
@@ -167,27 +155,28 @@ def moe_steps(label: str, block: MoEBlock, input: str, output: str) -> tuple[Ste
     return tuple(steps)
 
 
-def moe_problems(spec: FeedForward) -> list[Problem]:
-    """What the block cannot run of a MoE feed-forward's description."""
-    problems = [*router_problems(spec), *activation_problems(spec)]
-    if spec.intermediate < 1:
-        problems.append(Problem("intermediate", spec.intermediate, "at least 1"))
-    if spec.shared_intermediate < 0:
-        problems.append(Problem("shared_intermediate", spec.shared_intermediate, "at least 0"))
-    if spec.bias:
-        problems.append(Problem("bias", True, "false", "experts with biases can only be planned, not run"))
-    if spec.latent:
-        problems.append(Problem("latent", spec.latent, "0", "a latent expert input can only be planned, not run"))
-    return problems
+def _route(block: MoEBlock, x: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    routed, config = block.route(x, tokens), block.config
+    return (
+        routed.rows,
+        routed.choice.weights,
+        routed.order,
+        routed.counts,
+        *([score_sum(routed.choice, config.router, routed.mask)] if config.aux_coefficient > 0 else []),
+        *([z_sum(routed.choice, routed.mask)] if config.z_coefficient > 0 else []),
+        *([routed.hidden] if block.shared is not None else []),
+    )
 
 
-def _route(block: MoEBlock, aux: bool, shared: bool, x: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    *needed, prob_sum, hidden = block.route(x, tokens)
-    return (*needed, *([prob_sum] if aux else []), *([hidden] if shared else []))
-
-
-def _balance_seed(coefficient: float, top_k: int, prob_sum: Tensor, routing: Routing, aux_scale: float) -> Tensor:
-    return balance_gradient(prob_sum, routing.counts, coefficient, top_k, aux_scale)
+def _loss_gradient(
+    gradient: Callable[[Tensor, Tensor, float, int, float], Tensor],
+    coefficient: float,
+    top_k: int,
+    value: Tensor,
+    routing: Routing,
+    aux_scale: float,
+) -> Tensor:
+    return gradient(value, routing.counts, coefficient, top_k, aux_scale)
 
 
 def _issue_count(transport: Transport, counts: Tensor) -> RoutingPending:

@@ -33,9 +33,10 @@ class Routing:
 def send_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """``ids`` [T, K] -> (order [R], counts [E]), int64: the flat indices t K + k in the order in which rows leave.
 
-    Ids equal to ``experts`` mark choices that are not sent.
+    Ids outside 0 .. E - 1 mark choices that are not sent.
     """
     flat = ids.reshape(-1)
+    flat = torch.where((flat < 0) | (flat >= experts), experts, flat)
     counts = torch.bincount(flat, minlength=experts + 1)
     order = flat.argsort(stable=True)
     return order[: flat.numel() - int(counts[experts])], counts[:experts]

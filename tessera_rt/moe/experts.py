@@ -1,65 +1,62 @@
-"""Feed-forwards: the experts of a MoE layer held by one rank, shared experts, and the dense feed-forward.
+"""Feed-forwards: the experts of a MoE layer held by one rank, the shared expert, and the dense feed-forward.
 
-Layout of gated kinds: ``gate_up`` = [gate; up] stacked along the output dimension, ``down`` back to the hidden size.
-Kinds without a gate have the same two weights, with the up projection alone in ``gate_up``.
+Layout of gated kinds: ``gate_up`` = [gate; up] stacked along the output dimension, or gate and up in turn where the
+gate says ``interleaved``; ``down`` back to the input size. Kinds without a gate have the up projection alone in
+``gate_up``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from tessera_rt.errors import Problem, SpecError
-from tessera_rt.model_spec import Activation, FeedForward
+from tessera_rt.kernels import reference
+from tessera_rt.kernels.options import Gate
+from tessera_rt.kernels.weights import ExpertWeights
+from tessera_rt.moe.config import MoEConfig
 from tessera_rt.split import GroupedLinear, SplitLinear
 
-_RUNNABLE = (Activation.SWIGLU, Activation.GEGLU, Activation.RELU2)
 
-
-def activate(activation: Activation, x: Tensor) -> Tensor:
-    """Gated kinds: [..., 2 I] = [gate; up] -> [..., I]. Others: [..., I] -> [..., I]. GEGLU uses the exact GELU."""
-    if activation is Activation.RELU2:
-        return functional.relu(x).square()
-    gate, up = x.chunk(2, dim=-1)
-    return (functional.silu(gate) if activation is Activation.SWIGLU else functional.gelu(gate)) * up
-
-
-def activation_problems(spec: FeedForward) -> list[Problem]:
-    """Activations that need constants which a description does not hold can only be planned."""
-    if spec.activation in _RUNNABLE:
-        return []
-    allowed = ", ".join(_RUNNABLE)
-    return [Problem("activation", str(spec.activation), allowed, "other activations can only be planned, not run")]
+def activate(pre: Tensor, gate: Gate) -> Tensor:
+    """[..., 2 I] -> [..., I] for gated kinds, else [..., I] -> [..., I]."""
+    return reference.activate(pre.flatten(0, -2), gate).unflatten(0, pre.shape[:-1])
 
 
 class Experts(nn.Module):
-    """``count`` experts side by side: ``gate_up`` [count, 2 I, H] and ``down`` [count, H, I]; weights uninitialised."""
+    """``count`` of a layer's experts side by side: ``gate_up.weight`` [count, 2 I, D], ``down.weight`` [count, D, I].
+
+    D = ``config.expert_input``. Biases [count, 2 I] and [count, D] where the configuration says so. Uninitialised.
+    """
 
     def __init__(
-        self,
-        count: int,
-        hidden: int,
-        spec: FeedForward,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, count: int, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        problems = activation_problems(spec)
-        if problems:
-            raise SpecError.of("experts", problems)
-        width = _input_width(spec.activation, spec.intermediate)
-        self.activation = spec.activation
-        self.gate_up = GroupedLinear(count, hidden, width, device=device, dtype=dtype)
-        self.down = GroupedLinear(count, spec.intermediate, hidden, device=device, dtype=dtype)
+        bias = config.expert_bias
+        self.gate = config.gate
+        self.gate_up = GroupedLinear(count, config.expert_input, config.product, bias=bias, device=device, dtype=dtype)
+        self.down = GroupedLinear(
+            count, config.intermediate, config.expert_input, bias=bias, device=device, dtype=dtype
+        )
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters as the backends take them."""
+        return ExpertWeights(self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias)
 
     def forward(self, rows: Tensor, offsets: Sequence[int]) -> Tensor:
-        """Rows [R, H] ordered by expert -> [R, H]; rows of expert e are offsets[e]:offsets[e + 1] (host integers)."""
-        out: Tensor = self.down(activate(self.activation, self.gate_up(rows, offsets)), offsets)
+        """Rows [R, D] ordered by expert -> [R, D]; rows of expert e are offsets[e]:offsets[e + 1] (host integers).
+
+        The form whose weight gradients can be deferred: its linears hand them to their sinks, if they have one.
+        """
+        out: Tensor = self.down(activate(self.gate_up(rows, offsets), self.gate), offsets)
         return out
+
+    def extra_repr(self) -> str:
+        return f"gate={self.gate}"
 
 
 class DenseFeedForward(nn.Module):
@@ -69,44 +66,37 @@ class DenseFeedForward(nn.Module):
         self,
         hidden: int,
         intermediate: int,
-        activation: Activation,
+        gate: Gate,
         *,
         bias: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        width = _input_width(activation, intermediate)
-        self.activation = activation
+        self.activation = gate
+        width = 2 * intermediate if gate.gated else intermediate
         self.gate_up = SplitLinear(hidden, width, bias=bias, device=device, dtype=dtype)
         self.down = SplitLinear(intermediate, hidden, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(activate(self.activation, self.gate_up(x)))
+        out: Tensor = self.down(activate(self.gate_up(x), self.activation))
         return out
 
 
 class SharedExpert(DenseFeedForward):
     """A feed-forward that every token passes, optionally times sigmoid(x @ gate), gate [1, H].
 
-    The gate is a plain linear: its weight gradient is too small to be worth a task of its own.
+    Its activation is that of the experts, with [gate; up] stacked. The gate is a plain linear: its weight gradient is
+    too small to be worth a task of its own.
     """
 
     def __init__(
-        self,
-        hidden: int,
-        spec: FeedForward,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(hidden, spec.shared_intermediate, spec.activation, device=device, dtype=dtype)
-        self.gate = nn.Linear(hidden, 1, bias=False, device=device, dtype=dtype) if spec.shared_gated else None
+        stacked = replace(config.gate, interleaved=False)
+        super().__init__(config.hidden, config.shared_intermediate, stacked, device=device, dtype=dtype)
+        self.gate = nn.Linear(config.hidden, 1, bias=False, device=device, dtype=dtype) if config.shared_gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
-
-
-def _input_width(activation: Activation, intermediate: int) -> int:
-    return 2 * intermediate if activation.gated else intermediate

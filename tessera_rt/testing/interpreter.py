@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,7 +58,10 @@ class Launch:
 
 
 _order: ContextVar[tuple[ProgramOrder, int]] = ContextVar("order", default=(ProgramOrder.SEQUENTIAL, 0))
+_only: ContextVar[tuple[int, ...] | None] = ContextVar("only", default=None)
 _log: ContextVar[list[Launch] | None] = ContextVar("log", default=None)
+LaunchHandler = Callable[[str, Callable[..., None], tuple[Any, ...], dict[str, Any]], None]
+_handler: ContextVar[LaunchHandler | None] = ContextVar("handler", default=None)
 
 
 @contextmanager
@@ -71,6 +75,17 @@ def program_order(order: ProgramOrder | str, seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
+def only_programs(*numbers: int) -> Iterator[None]:
+    """Launches in this context run these programs of their grid only (-1 is the last one): the far end of a tensor that
+    is too large to compute whole."""
+    token = _only.set(numbers)
+    try:
+        yield
+    finally:
+        _only.reset(token)
+
+
+@contextmanager
 def launches() -> Iterator[list[Launch]]:
     """The kernels launched in this context, in order: shows that a kernel ran, and not its reference."""
     log: list[Launch] = []
@@ -79,6 +94,17 @@ def launches() -> Iterator[list[Launch]]:
         yield log
     finally:
         _log.reset(token)
+
+
+@contextmanager
+def handled_launches(handler: LaunchHandler) -> Iterator[None]:
+    """Launches in this context go to ``handler(kernel, launch, args, kwargs)``, which runs ``launch(*args, **kwargs)``
+    itself, as often as it wants: how a stand-in for graphs records them."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
 
 
 def bf16_to_float(bits: np.ndarray) -> np.ndarray:
@@ -221,6 +247,14 @@ class _RewriteOnce:
 
 def _run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces GridExecutor.__call__: arguments in place, programs in the order asked for."""
+    handler = _handler.get()
+    if handler is None:
+        _launch(executor, *args, **kwargs)
+    else:
+        handler(executor.fn.__name__, partial(_launch, executor), args, kwargs)
+
+
+def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
     function = executor.fn
     known = inspect.getfullargspec(function)
     kwargs = {name: value for name, value in kwargs.items() if name in known.args or name in known.kwonlyargs}
@@ -242,6 +276,9 @@ def _run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
 
     order, seed = _order.get()
     programs = list(itertools.product(range(grid[0]), range(grid[1]), range(grid[2])))
+    only = _only.get()
+    if only is not None:
+        programs = [programs[number] for number in only]
     if order is ProgramOrder.REVERSED:
         programs.reverse()
     elif order is ProgramOrder.SHUFFLED:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tessera_rt.kernels.offline import compile_for, target_named
-from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier
+from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier, waits_without_acquire
 
 
 @triton.jit
@@ -99,6 +99,7 @@ def main() -> None:
         found[kernel.__name__] = {
             "releases": releases_without_barrier(compiled.ptx),
             "waits": plain_loads_in_wait_loops(compiled.ptx),
+            "relaxed": waits_without_acquire(compiled.ptx),
             "scalar": compiled.scalar_dot,
             "mma": compiled.mma,
             "spills": compiled.spills,

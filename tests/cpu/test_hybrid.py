@@ -438,10 +438,10 @@ def test_everything_unsupported_is_named_at_once_before_anything_is_built() -> N
         LayerSpec(attention=Attention(kind=AttentionKind.MLA), feed_forward=DENSE),
         LayerSpec(attention=Attention(kind=AttentionKind.MAMBA1), feed_forward=MOE),
         LayerSpec(attention=Attention(kind=AttentionKind.MAMBA2), feed_forward=replace(DENSE, intermediate=0)),
-        LayerSpec(attention=replace(SOFTMAX, heads=3, rope_dim=5), feed_forward=replace(MOE, bias=True)),
-        LayerSpec(attention=replace(SLIDING, window=0), feed_forward=replace(MOE, router=Router(score="sigmoid"))),
+        LayerSpec(attention=replace(SOFTMAX, heads=3, rope_dim=5), feed_forward=replace(MOE, latent=-1)),
+        LayerSpec(attention=replace(SLIDING, window=0), feed_forward=replace(MOE, router=Router(choice_bias=True))),
         LayerSpec(
-            attention=replace(DELTA, conv=0, bias=True), feed_forward=replace(DENSE, activation=Activation.SWIGLU_OSS)
+            attention=replace(DELTA, conv=0, bias=True), feed_forward=replace(DENSE, activation=Activation.SWIGLU_CLAMPED)
         ),
         LayerSpec(attention=NO_MIXER, feed_forward=NOTHING),
     )
@@ -456,9 +456,9 @@ def test_everything_unsupported_is_named_at_once_before_anything_is_built() -> N
         "layers[2].feed_forward.intermediate",
         "layers[3].attention.heads",
         "layers[3].attention.rope_dim",
-        "layers[3].feed_forward.bias",
+        "layers[3].feed_forward.latent",
         "layers[4].attention.window",
-        "layers[4].feed_forward.router.score",
+        "layers[4].feed_forward.router.choice_bias",
         "layers[5].attention.conv",
         "layers[5].attention.bias",
         "layers[5].feed_forward.activation",

@@ -67,6 +67,22 @@ def test_every_choice_has_a_configuration(arch: str, minor: str) -> None:
         assert (config.slices in (4, 8) and config.block_m in configs.tile_heights(arch)) or "wgrad" in choice.kernel
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_the_number_of_rows_does_not_change_the_order_of_sums(arch: str) -> None:
+    """A row's bits must not depend on how many others there are: large and small have the same steps along K."""
+    choices = configs.all_choices(arch, "3.9", (*HALF, "float32"))
+    steps = {choice: configs.config_for(choice).block_k for choice in choices if choice.size != "any"}
+    for choice, step in steps.items():
+        assert step == steps[dataclasses.replace(choice, size="large", load="tma")], choice
+
+
+def test_precision_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [configs.precision(dtype) for dtype in (torch.bfloat16, torch.float16)] == ["ieee", "ieee"]
+    for allowed, want in [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]:
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda allowed=allowed: allowed)
+        assert configs.precision(torch.float32) == want
+
+
 def test_other_architectures_take_the_any_size_class() -> None:
     assert configs.tile_heights("sm80") == (64,)
 

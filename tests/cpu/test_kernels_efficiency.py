@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tessera_rt.kernels.config_table import KERNELS, Config
-from tessera_rt.kernels.efficiency import PEAKS, Peak, bound_of
+from tessera_rt.kernels.efficiency import PEAKS, Peak, bound_of, data_work
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
+from tessera_rt.kernels.work import Work
 
 SHAPE = ExpertShape(name="x", hidden=256, intermediate=128, experts=64, top_k=1)  # 8 experts of 1024 rows on a rank
 CONFIG = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
@@ -43,6 +44,20 @@ def test_a_gated_tile_has_twice_the_columns_and_wgrad_tiles_the_weight() -> None
 def test_slow_memory_is_the_limit() -> None:
     bound = bound_of("forward", SHAPE, CONFIG, Peak("p", 1e15, 1.0, 10), sms=10)
     assert bound.limited_by == "memory" and bound.flops == pytest.approx(bound.work.intensity)
+
+
+def test_kernels_that_move_data_by_hand() -> None:
+    """8192 tokens, one choice each: 8192 rows of 256 elements in bf16, 64 experts of which 8 are local."""
+    work = data_work(SHAPE)
+    assert work["gather_sum"] == Work(2 * 8192 * 256, 2 * 8192 * 256 * 2 + 8192 * 8)
+    assert work["gather_sum_backward"].bytes == 3 * 8192 * 256 * 2 + 8192 * 12
+    assert work["topk_forward"] == Work(8192 * 64 * 6, 8192 * 64 * 4 + 8192 * 8)
+    assert work["topk_backward"].bytes - work["topk_forward"].bytes == 8192 * 64 * 4
+    assert work["histogram"] == Work(0, 8192 * 4 + 128 * 64 * 4) and work["place"].bytes == 8192 * 12 + 128 * 64 * 4
+    assert work["tile_scan"].bytes == (2 * 128 + 1) * 64 * 4 and work["offsets"].bytes == (64 + 64 + 1) * 4
+    assert work["tile_table"].bytes == (8 + 64 + 8 + 1) * 4 and work["zero_tail"].bytes == 8 * 256 * 2
+    assert work["bias_gradient"] == Work(8192 * 256, 8192 * 256 * 2 + 8 * 256 * 4)
+    assert work["router_weight_gradient"] == Work(8192, 8192 * 12)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, route
 from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.options import Activation, Gate, RouterRule
 from tessera_rt.kernels.routing import expert_rows, place, route_rows, topk, topk_backward
+from tessera_rt.kernels.rows_gemm import rows_gemm, zero_rows_behind
+from tessera_rt.kernels.trace import Trace
 from tessera_rt.testing.interpreter import launches, program_order
 from tessera_rt.testing.kernel_checks import (
     assert_near,
@@ -59,10 +63,17 @@ def _layer(name: str, dtype: torch.dtype) -> tuple[Tensor, ExpertWeights, Tensor
     return x, weights, ids, torch.rand(tokens, top_k, generator=generator), gate, recompute
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("main", [False, True], ids=["grad", "main-grad"])
+@pytest.mark.parametrize(
+    ("dtype", "main"),
+    [
+        pytest.param(torch.bfloat16, False, id="bfloat16-grad"),
+        pytest.param(torch.bfloat16, True, id="bfloat16-main-grad"),
+        pytest.param(torch.float32, False, id="float32-grad"),
+        pytest.param(torch.float32, True, id="float32-main-grad", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_all_gradients(name: str, main: bool, dtype: torch.dtype) -> None:
+def test_outputs_and_all_gradients(name: str, dtype: torch.dtype, main: bool) -> None:
     x, weights, ids, router, gate, recompute = _layer(name, dtype)
     low = [tensor.clone().requires_grad_() for tensor in (x, router)]
     low_weights = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
@@ -252,29 +263,56 @@ def test_router_weight_gradient_sums_in_order() -> None:
     assert got[0, 1] == 0 and got[2, 0] == 0
 
 
-def test_rows_beyond_2_31_elements_are_gathered_right() -> None:
-    """Case 55: more than 2^31 elements of rows (4.3 GB of addresses, of which few pages are touched)."""
-    rows, hidden = 1_048_577, 2056
-    y = torch.empty(rows, hidden, dtype=torch.bfloat16)
-    y[-1] = torch.arange(hidden) % 97
-    y[0] = 1.0
-    position = torch.tensor([[rows - 1, 0], [0, -1]], dtype=torch.int32)
-    out = gather_sum(y, position)
-    assert torch.equal(out[0].float(), torch.arange(hidden) % 97 + 1.0) and torch.equal(out[1], y[0])
-
-
-def test_every_grid_obeys_the_budget() -> None:
-    """Routing, forward and backward: no launch has more programs than the SMs left to compute."""
-    x, weights, ids, router, gate, _ = _layer("gpt-oss", torch.float32)
-    leaves = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
-    inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
+def _every_kernel(budget: SmBudget, trace: Trace) -> None:
+    """Routing, both classes of products, forward and backward, and the zeroing of rows that belong to nobody."""
     logits, rule = torch.randn(33, 5), RouterRule(top_k=3)
+    run = Run(budget=budget, trace=trace)
+    chosen, _ = topk(logits, rule, budget=budget, trace=trace)
+    topk_backward(torch.ones(33, 3), logits, chosen, rule, budget=budget, trace=trace)
+    for hidden, intermediate, bias in [(32, 48, True), (11, 13, False)]:
+        generator = torch.Generator().manual_seed(0)
+        weights = random_weights(5, hidden, intermediate, Gate(), torch.float32, generator, bias=bias)
+        leaves = map_weights(weights, lambda tensor: tensor.requires_grad_())
+        x = torch.randn(33, hidden, generator=generator).requires_grad_()
+        router = torch.rand(33, 3, generator=generator).requires_grad_()
+        routed = route_rows(chosen, 5, budget=budget, trace=trace)
+        expert_mlp(x, leaves, routed, router, Gate(), run=run).sum().backward()
+        rows_gemm(torch.randn(99, hidden), weights.gate_up.detach(), routed.rows, run=run)
+
+
+def test_every_grid_obeys_the_budget_and_can_be_read_back() -> None:
+    """Case: a sweep over SMs that silently ran the default grid. The trace is what the programs themselves wrote."""
+    kernels = set()
     for budget in (SmBudget(132, 127), SmBudget(3, 2), SmBudget(1)):
+        trace = Trace()
         with launches() as log:
-            chosen, _ = topk(logits, rule, budget=budget)
-            topk_backward(torch.ones(33, 3), logits, chosen, rule, budget=budget)
-            routed = route_rows(ids, 5, budget=budget)
-            out = expert_mlp(inputs, leaves, routed, weight, gate, run=Run(budget=budget))
-            out.sum().backward()
+            _every_kernel(budget, trace)
         assert max(launch.grid[0] for launch in log) == budget.compute
-        assert len({launch.kernel for launch in log}) == 13
+        assert [(entry.kernel, len(entry.programs())) for entry in trace.launches] == [
+            (launch.kernel, launch.grid[0]) for launch in log
+        ]
+        for entry in trace.launches:
+            assert entry.programs() == list(range(entry.places.shape[0])) and entry.sms() == set(entry.programs())
+        kernels |= {launch.kernel for launch in log}
+    assert kernels == _kernels_in_sources()
+
+
+def test_zeroing_rows_of_nobody_obeys_the_budget() -> None:
+    """More blocks of rows than SMs: every row behind the end is zero and no other is touched, in any order."""
+    rows = expert_rows(torch.tensor([0, 3], dtype=torch.int32), 300)
+    for sms, order in [(1, "sequential"), (3, "reversed"), (7, "shuffled"), (132, "parallel")]:
+        out, trace = torch.ones(300, 130), Trace()
+        with program_order(order, seed=sms):
+            zero_rows_behind(out, rows, Run(budget=SmBudget(sms), trace=trace))
+        assert trace.launches[0].programs() == list(range(min(sms, 10)))
+        assert out[:3].all() and not out[3:].any()
+
+
+def _kernels_in_sources() -> set[str]:
+    """Names of the kernels that host code launches, of everything but the transport."""
+    found: set[str] = set()
+    for file in (Path(__file__).parents[2] / "kernels").glob("*_kernels.py"):
+        if not file.name.startswith(("transport", "peer")):
+            text = file.read_text(encoding="utf-8")
+            found |= set(re.findall(r"@triton\.jit\(launch_metadata=.*\)\ndef (\w+)", text))
+    return found

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tessera_rt.testing.interpreter import Launch, launches, program_order, run_ranks, run_threads
+from tessera_rt.testing.interpreter import Launch, launches, only_programs, program_order, run_ranks, run_threads
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -122,6 +122,12 @@ def test_orders_of_programs() -> None:
     shuffled = _programs("shuffled", 3)
     assert shuffled != list(range(16)) and shuffled == _programs("shuffled", 3) != _programs("shuffled", 4)
     assert sorted(shuffled) == sorted(_programs("parallel")) == list(range(16))
+
+
+def test_some_programs_of_a_grid() -> None:
+    with only_programs(2, -1):
+        assert sorted(_programs("sequential")) == [*[-1] * 14, 2, 15]
+    assert _programs("sequential") == list(range(16))
 
 
 def test_parallel_programs_pass_a_grid_barrier() -> None:

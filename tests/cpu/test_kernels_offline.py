@@ -10,14 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tessera_rt.kernels import inspection
+from tessera_rt.kernels import code_hash, inspection
+from tessera_rt.kernels.code_hash import CodeHashes
 from tessera_rt.kernels.config_table import HALF, KERNELS
-from tessera_rt.kernels.inspection import source_hash
+from tessera_rt.kernels.configs import fingerprint, triton_minor
+from tessera_rt.kernels.launch import Launch
 from tessera_rt.kernels.ptx_checks import plain_waits_in_source
 from tessera_rt.kernels.shapes import SHAPES
 
@@ -113,10 +116,67 @@ def test_the_committed_report_is_sound_complete_and_of_these_sources(target: str
     names = [entry["triton"] for entry in of_target]
     newest = max(names, key=lambda name: tuple(map(int, name.split("."))))
     entry = of_target[names.index(newest if version == NEWEST else version)]
+    minor = triton_minor(entry["triton"])
+    launches = inspection.all_launches(inspection.target_named(target), minor=minor)
+    codes = inspection.known_codes([entry], inspection.target_named(target), entry["triton"])
+    names = inspection.CodeNames()
+    old = {launch.kernel for launch in launches if names.of(launch) not in codes}
     remedy = "make it again with: python bench/bench_kernel_report.py"
-    assert entry["source"] == source_hash(), f"the kernels changed since the report was made; {remedy}"
+    assert not old, f"the code of {', '.join(sorted(old))} changed since the report was made; {remedy}"
+    rows = inspection.report_rows(launches, codes, inspection.target_named(target))
+    assert entry["rows"] == json.loads(json.dumps([asdict(row) for row in rows])), f"rules changed since; {remedy}"
+    assert entry["codes"].keys() == {row.code for row in rows}
+    assert entry["fingerprint"] == fingerprint(target, minor)
     assert_sound(entry)
     assert_covers(entry)
+
+
+def test_only_unknown_codes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = inspection.target_named("sm90")
+    launches = inspection.all_launches(target, inspection.Selection(kernel=("offsets", "place")), minor="3.9")
+    made: list[str] = []
+
+    def compile_launch(launch: Launch, _target: Any) -> inspection.Code:
+        made.append(launch.kernel)
+        return code
+
+    reported = json.loads(REPORT.read_text(encoding="utf-8"))["reports"][0]
+    former = inspection.known_codes([reported], inspection.target_named("sm90"), reported["triton"])
+    code = replace(next(iter(former.values())), registers=77)
+    monkeypatch.setattr(inspection, "_compile", compile_launch)
+    first = inspection.compile_launches(launches, target, known={})
+    assert sorted(made) == ["offsets"] * 3 + ["place"] and len(first) == 4
+    made.clear()
+    known = {name: replace(code, registers=5) for name in [*first][:3]}
+    again = inspection.compile_launches(launches, target, known=known)
+    assert made == ["place"] and sorted(code.registers for code in again.values()) == [5, 5, 5, 77]
+    assert not inspection.known_codes([reported], target, "3.5.0")
+    assert not inspection.known_codes([reported], inspection.target_named("sm100"), reported["triton"])
+
+
+def test_code_hashes_follow_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own text, functions and constants that are used, also from other files; not comments or other kernels."""
+    monkeypatch.setattr(code_hash, "_FOLDER", tmp_path)
+    shared = "import triton\nLIMIT = 3\n\ndef half(x):\n    return x / LIMIT\n\ndef other(x):\n    return x\n"
+    kernel = (
+        "from tessera_rt.kernels.shared import half\n\ndef work(args):\n    return 1\n\n"
+        "@triton.jit(launch_metadata=work)\ndef kernel(x):\n    'doc'\n    half(x)\n\ndef unused(x):\n    return x\n"
+    )
+
+    def hashed(kernel: str, shared: str) -> str:
+        (tmp_path / "shared.py").write_text(shared, encoding="utf-8")
+        (tmp_path / "kernel.py").write_text(kernel, encoding="utf-8")
+        return CodeHashes().of("kernel", "kernel")
+
+    before = hashed(kernel, shared)
+    for old, new in [("'doc'", "'text'"), ("return 1", "return 2"), ("def unused(x)", "def unused(y)"),
+                     ("\n    half", "\n    # why\n    half")]:  # fmt: skip
+        assert old in kernel and hashed(kernel.replace(old, new), shared) == before, old
+    assert hashed(kernel, shared.replace("def other(x)", "def other(z)")) == before
+    for old, new in [("half(x)\n", "half(x + 1)\n"), ("(launch_metadata=work)", "(noinline=True)")]:
+        assert old in kernel and hashed(kernel.replace(old, new), shared) != before, old
+    for old, new in [("LIMIT = 3", "LIMIT = 4"), ("x / LIMIT", "LIMIT / x")]:
+        assert old in shared and hashed(kernel, shared.replace(old, new)) != before, old
 
 
 def test_planted_faults_are_found(tmp_path: Path) -> None:
@@ -136,6 +196,7 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
             assert len(found["signal_bare"]["releases"]) == 1, "this version puts no barrier there itself"
         for kernel in ("wait_acquire", "wait_volatile", "sum_loop"):
             assert found[kernel]["waits"] == [], kernel
+            assert bool(found[kernel]["relaxed"]) == (kernel == "wait_volatile"), kernel
 
 
 def test_no_source_waits_by_a_plain_load() -> None:

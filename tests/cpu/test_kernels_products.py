@@ -17,7 +17,7 @@ from tessera_rt.kernels.gate_backward import gate_backward
 from tessera_rt.kernels.gather_sum import router_weight_gradient
 from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
-from tessera_rt.kernels.routing import ExpertRows, TileTable, expert_rows
+from tessera_rt.kernels.routing import ExpertRows, expert_rows
 from tessera_rt.kernels.rows_gemm import rows_gemm
 from tessera_rt.kernels.wgrad import bias_gradient, wgrad
 from tessera_rt.testing.interpreter import launches, program_order
@@ -327,43 +327,6 @@ def test_shipped_block_sizes(config: Config) -> None:
         assert_near("d weight", d_weight, want_d)
 
 
-def test_the_real_grid_can_be_read_back() -> None:
-    trace = torch.full((8, 2), -1, dtype=torch.int32)
-    run = Run(budget=SmBudget(10, 3), trace=trace)
-    weight, x = _draw(4, 96, 48, dtype=torch.bfloat16), _draw(ROWS, 48, dtype=torch.bfloat16)
-    pre, gate = _draw(ROWS, 96, dtype=torch.bfloat16), Gate(activation=Activation.RELU2)
-    for launch in (
-        lambda: rows_gemm(x, weight, _rows(), run=run),
-        lambda: gate_backward(x, weight, pre, _rows(), gate=gate, run=run),
-        lambda: wgrad(x, x, _rows(), torch.zeros(4, 48, 48), accumulate=True, run=run),
-        lambda: rows_gemm(x[:, :7], weight[:, :, :7], _rows(), run=run),
-    ):
-        trace.fill_(-1)
-        with launches() as log:
-            launch()
-        grid = max(entry.grid[0] for entry in log if entry.kernel != "zero_tail_kernel")
-        assert grid == 7 and trace[:, 0].tolist() == [*range(7), -1]
-        assert trace[:7, 1].tolist() == list(range(7))
-    with pytest.raises(SpecError, match="trace"):
-        rows_gemm(x, weight, _rows(), run=Run(budget=SmBudget(7), trace=trace[:6]))
-
-
-def test_products_beyond_2_31_elements() -> None:
-    """E N K and the last expert's address beyond 2^31 (case 55): memory that is never touched costs nothing."""
-    experts, n, k = 257, 2896, 2912  # 2.17e9 elements
-    weight = torch.empty(experts, n, k, dtype=torch.bfloat16)
-    weight[-1] = _draw(n, k, dtype=torch.bfloat16)[None]
-    counts = [0] * (experts - 1) + [2]
-    x = _draw(2, k, dtype=torch.bfloat16, seed=1)
-    want = x.double() @ weight[-1].double().mT
-    config = Config(block_m=16, block_n=256, block_k=256, warps=4, stages=2)
-    rows = _rows(counts, 2)
-    aligned, _ = rows_gemm(x, weight, rows, run=Run(config=config))
-    assert_near("aligned", aligned, want)
-    unaligned, _ = rows_gemm(x[:, :2910], weight[:, :, :2910], rows, run=Run(config=config))
-    assert_near("any size", unaligned, x[:, :2910].double() @ weight[-1, :, :2910].double().mT)
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -393,33 +356,3 @@ def test_wrong_destinations_are_named() -> None:
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 32)[:, :, ::2], accumulate=True)
     with pytest.raises(SpecError, match="to gather by"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, gather_x=True)
-
-
-def test_rows_of_outputs_beyond_2_31_elements() -> None:
-    """The last rows of buffers with more than 2^31 elements (case 55), by a tile table that holds their tile only."""
-    rows_count, n, k = 1_050_000, 1040, 16  # pre [rows, 2 n]: 2.18e9 elements, of which few pages are touched
-    last = rows_count - 5
-    offsets = torch.tensor([0, rows_count], dtype=torch.int32)
-    block_m = 32
-    entry = torch.tensor([(rows_count - 1) // block_m], dtype=torch.int32)
-    rows = ExpertRows(rows_count, offsets, (TileTable(block_m, entry, torch.ones(1, dtype=torch.int32)),))
-    config = Config(block_m=block_m, block_n=256, block_k=32, warps=4, stages=2)
-    x = torch.zeros(rows_count, k, dtype=torch.bfloat16)
-    x[last:] = _draw(5, k, dtype=torch.bfloat16)
-    gate = Gate()
-    for weight in (
-        _draw(1, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.25),
-        _draw(1, 2 * n, k + 1, dtype=torch.bfloat16, seed=1, scale=0.25)[:, :, :k],
-    ):
-        out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, zero_tail=False, run=Run(config=config))
-        assert pre is not None and pre.numel() > 1 << 31
-        want = x[last:].double() @ weight[0].double().mT
-        assert_near("pre", pre[last:], want)
-        assert_near("out", out[last:], reference.activate(want, gate))
-    down = _draw(1, n, k, dtype=torch.bfloat16, seed=2, scale=0.25)
-    d_pre, act, _ = gate_backward(x, down, pre, rows, gate=gate, zero_tail=False, run=Run(config=config))
-    want_d_pre, want_act, _ = reference.gate_backward(
-        x[last:].double(), down.double(), pre[last:].double(), offsets_of([5]), gate=gate
-    )
-    assert_near("d pre", d_pre[last:], want_d_pre)
-    assert_near("activation", act[last:], want_act)

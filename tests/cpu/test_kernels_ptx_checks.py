@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessera_rt.kernels.offline import has_scalar_dot, instructions
-from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier
+from tessera_rt.kernels.ptx_checks import plain_loads_in_wait_loops, releases_without_barrier, waits_without_acquire
 
 HEAD = ".visible .entry f(\n.param .u64 p\n)\n{\n"
 
@@ -51,6 +51,22 @@ LOOPS = {
 def test_wait_loops(name: str) -> None:
     body, want = LOOPS[name]
     assert plain_loads_in_wait_loops(f"{HEAD}{body}\nret;\n}}") == want
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("$L1:\nld.volatile.global.b32 %r1, [%rd1];\n@%p1 bra $L1;", 1),
+        ("$L1:\nadd.s32 %r2, %r2, 1;\natom.global.sys.relaxed.add.u32 %r1, [%rd1], 0;\n@%p1 bra $L1;", 1),
+        ("$L1:\nld.acquire.sys.global.b32 %r1, [%rd1];\n@%p1 bra $L1;", 0),
+        ("$L1:\natom.global.sys.acquire.add.u32 %r1, [%rd1], 0;\n@%p1 bra $L1;", 0),
+        ("$L1:\natom.global.sys.release.exch.b32 %r1, [%rd1], 1;\n@%p1 bra $L1;", 0),
+        ("$L1:\nld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];\n@%p1 bra $L1;", 0),
+        ("$L1:\nmbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;\n@!%p1 bra $L1;", 0),
+    ],
+)
+def test_waits_without_acquire(body: str, count: int) -> None:
+    assert len(waits_without_acquire(f"{HEAD}{body}\nret;\n}}")) == count
 
 
 def test_scalar_dots_are_those_left_in_a_blocked_layout() -> None:

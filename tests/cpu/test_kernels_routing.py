@@ -33,6 +33,8 @@ RULES = {
     "one-of-one": (1, RouterRule(top_k=1), False),
     "all": (7, RouterRule(top_k=7, score="sigmoid", renormalize=True), False),
     "groups-of-one": (6, RouterRule(top_k=2, groups=6, keep_groups=3), True),
+    "1000": (1000, RouterRule(top_k=3, renormalize=True), True),
+    "1024": (1024, RouterRule(top_k=4, score="sigmoid", groups=4, keep_groups=2), False),
 }
 
 
@@ -92,14 +94,29 @@ def test_odd_values_give_distinct_ids_in_range() -> None:
     assert weights[0].isnan().all(), "a weight made from NaN must not look like a number"
 
 
-def test_odd_values_in_groups() -> None:
-    inf, nan = torch.inf, torch.nan
-    rule = RouterRule(top_k=3, groups=4, keep_groups=1)
-    rows = [[nan, 0, 1, 2, 3, 4, 5, 6], [-inf] * 8, [1.0] * 8, [0, 1, inf, 0, 0, 0, -inf, 5]]
-    logits = torch.tensor(rows, dtype=torch.float32)
-    ids, _ = routing.topk(logits, rule, bias=torch.zeros(8))
-    assert torch.equal(ids, reference.topk(logits, rule, bias=torch.zeros(8))[0])
-    assert all(len(set(row)) == 3 for row in ids.tolist())
+ODD_VALUES = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("group_score", ["top2", "max"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [1, 3, 4])
+def test_odd_values_in_groups(groups: int, score: str, group_score: str) -> None:
+    """Random rows of NaN, infinities, zeros of both signs and ties, with a choice bias of the same kind."""
+    generator = torch.Generator()
+    generator.seed()
+    values = torch.tensor(ODD_VALUES)
+    logits = values[torch.randint(0, 8, (24, 12), generator=generator)]
+    logits[0], logits[1] = torch.nan, -torch.inf
+    bias = values[torch.randint(0, 8, (12,), generator=generator)]
+    rule = RouterRule(top_k=5, score=score, groups=groups, keep_groups=max(1, groups - 2), group_score=group_score)
+    for added in (None, bias):
+        ids, _ = routing.topk(logits, rule, bias=added)
+        want, _ = reference.topk(logits, rule, bias=added)
+        # exp and its sum differ in the last place, and with it which of two equal softmax scores is larger.
+        exact = score == "sigmoid" or rule.chooses_by_logits(added is not None)
+        assert not exact or torch.equal(ids, want), (logits, added)
+        assert ((ids >= 0) & (ids < 12)).all() and all(len(set(row)) == 5 for row in ids.tolist())
 
 
 def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation() -> None:
@@ -191,6 +208,20 @@ def test_placement_does_not_depend_on_grid_and_order() -> None:
             with program_order(order, seed=sms):
                 got = routing.place(ids, 20, budget=SmBudget(sms))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (sms, order)
+
+
+def test_choice_does_not_depend_on_grid_and_order() -> None:
+    logits, rule = _logits(30, 24), RouterRule(top_k=3, score="sigmoid", renormalize=True, groups=4, keep_groups=2)
+    grad = _logits(30, 3, 1)
+    results = []
+    for sms, order in [(132, "sequential"), (1, "reversed"), (3, "shuffled"), (7, "parallel")]:
+        with program_order(order, seed=sms):
+            ids, weights = routing.topk(logits, rule, budget=SmBudget(sms))
+            results.append([ids, weights, routing.topk_backward(grad, logits, ids, rule, budget=SmBudget(sms))])
+    alone, of_one = routing.topk(logits[7:8], rule)
+    assert torch.equal(alone[0], results[0][0][7]) and torch.equal(of_one[0], results[0][1][7])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def test_missing_tile_height_is_named() -> None:

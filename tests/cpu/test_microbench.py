@@ -17,6 +17,7 @@ from tessera_rt.errors import SpecError, TransportError
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.options import Activation, Gate
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
+from tessera_rt.kernels.trace import Trace
 from tessera_rt.kernels.weights import ExpertWeights
 from tessera_rt.microbench import layer, products
 from tessera_rt.microbench.compare import Contender, compare
@@ -122,8 +123,12 @@ def test_overlap_calls_with_the_budget() -> None:
 
 
 def test_traces_say_where_programs_ran() -> None:
-    def trace(*sms: int) -> Tensor:
-        return torch.tensor([[program, sm] for program, sm in enumerate(sms)], dtype=torch.int32)
+    def trace(*sms: int) -> Trace:
+        made = Trace()
+        for sm in sms:  # a launch each, with a program that did not run
+            places = made.places("kernel", 2, CPU)
+            places[0] = torch.tensor([0, sm])
+        return made
 
     result = overlap(
         lambda _: trace(0, 1, 2), lambda _: trace(2, 3, 3, 4), SmBudget(8, 3), samples=1, warmup=0, device=CPU

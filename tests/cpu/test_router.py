@@ -1,10 +1,10 @@
-"""The router against the formulas written per token, on odd inputs, and the kinds it refuses."""
+"""The router by itself: precision, ties, odd logits, gradients, and the formulas of its losses and its bias rule."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,84 +12,116 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tessera_rt.errors import SpecError
-from tessera_rt.model_spec import FeedForward, FeedForwardKind, Router
-from tessera_rt.moe.router import Choice, TopKRouter, balance_gradient
+from tessera_rt.kernels import reference
+from tessera_rt.kernels.options import RouterRule
+from tessera_rt.moe.config import MoEConfig
+from tessera_rt.moe.router import (
+    Choice,
+    TopKRouter,
+    balance_gradient,
+    choose,
+    expert_counts,
+    score_sum,
+    update_choice_bias,
+    z_gradient,
+    z_sum,
+)
+from tessera_rt.testing.moe_loops import chosen_by_loop
+
+RULES = {
+    "softmax": RouterRule(top_k=2),
+    "renormalised": RouterRule(top_k=3, renormalize=True, eps=0.1, scale=2.5),
+    "after": RouterRule(top_k=2, softmax_after_topk=True, scale=1.5),
+    "after, renormalised": RouterRule(top_k=2, softmax_after_topk=True, renormalize=True, eps=0.1),
+    "sigmoid": RouterRule(top_k=2, score="sigmoid", renormalize=True, eps=1e-20, scale=2.5),
+    "sigmoid groups": RouterRule(top_k=2, score="sigmoid", groups=3, keep_groups=2),
+    "groups by maximum": RouterRule(top_k=2, groups=3, keep_groups=1, group_score="max"),
+    "all": RouterRule(top_k=6, renormalize=True),
+}
 
 
-def moe(experts: int, top_k: int, **router: object) -> FeedForward:
-    kind = FeedForwardKind.MOE
-    return FeedForward(kind=kind, intermediate=4, experts=experts, top_k=top_k, router=Router(**router))  # type: ignore[arg-type]
+def config(experts: int, rule: RouterRule, hidden: int, **options: Any) -> MoEConfig:
+    return MoEConfig(hidden=hidden, intermediate=4, experts=experts, router=rule, **options)
 
 
-def random_router(spec: FeedForward, hidden: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> TopKRouter:
+def random_router(
+    experts: int, rule: RouterRule, hidden: int, dtype: torch.dtype = torch.float64, **options: Any
+) -> TopKRouter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        router = TopKRouter(hidden, spec, dtype=dtype)
-    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(seed))
+        router = TopKRouter(config(experts, rule, hidden, **options), dtype=dtype)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     return router
 
 
-def of_logits(logits: Tensor, top_k: int, **router: object) -> Choice:
-    """What a router chooses for given logits: its weight is the identity."""
-    made = random_router(moe(logits.shape[1], top_k, **router), logits.shape[1], dtype=logits.dtype)
-    torch.nn.init.eye_(made.weight)
-    return made(logits)
+def double(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@given(
-    experts=st.integers(1, 9),
-    tokens=st.integers(0, 5),
-    data=st.data(),
-    renormalize=st.booleans(),
-    after=st.booleans(),
-    scale=st.sampled_from([1.0, 2.5]),
-)
-def test_weights_and_ids_follow_the_formula(
-    experts: int, tokens: int, data: st.DataObject, renormalize: bool, after: bool, scale: float
-) -> None:
-    top_k = data.draw(st.integers(1, experts))
-    spec = moe(experts, top_k, renormalize=renormalize, softmax_after_topk=after, scale=scale)
-    router = random_router(spec, 6)
-    x = torch.randn(tokens, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    choice = router(x)
-    assert choice.weights.shape == choice.ids.shape == (tokens, top_k)
-    probability_sum = torch.zeros(experts, dtype=torch.float64)
+@given(experts=st.integers(1, 9), tokens=st.integers(0, 5), data=st.data())
+def test_weights_and_ids_follow_the_formula(experts: int, tokens: int, data: st.DataObject) -> None:
+    groups = data.draw(st.sampled_from([g for g in (1, 2, 3, 4) if experts % g == 0]))
+    keep = data.draw(st.integers(1, groups))
+    score = data.draw(st.sampled_from(["softmax", "sigmoid"]))
+    rule = RouterRule(
+        top_k=data.draw(st.integers(1, keep * (experts // groups))),
+        score=score,
+        softmax_after_topk=score == "softmax" and data.draw(st.booleans()),
+        renormalize=data.draw(st.booleans()),
+        scale=data.draw(st.sampled_from([1.0, 2.5])),
+        groups=groups,
+        keep_groups=keep,
+        group_score=data.draw(st.sampled_from(["top2", "max"])),
+    )
+    bias = double(experts, seed=3) if data.draw(st.booleans()) else None
+    logits = double(tokens, experts)
+    ids, weights = choose(logits, rule, bias=bias)
+    assert weights.shape == ids.shape == (tokens, rule.top_k)
     for t in range(tokens):
-        logits = [(router.weight[e] @ x[t]).item() for e in range(experts)]
-        probabilities = torch.tensor(logits, dtype=torch.float64).softmax(0)
-        probability_sum += probabilities
-        best = sorted(range(experts), key=lambda e: -logits[e])[:top_k]
-        assert choice.ids[t].tolist() == best
-        expected = probabilities[best]
-        if after:
-            expected = torch.tensor(logits, dtype=torch.float64)[best].softmax(0)
-        elif renormalize:
-            expected = expected / expected.sum()
-        torch.testing.assert_close(choice.weights[t], scale * expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(choice.prob_sum, probability_sum, rtol=1e-12, atol=1e-15)
+        best, expected = chosen_by_loop(logits[t], rule, bias)
+        assert ids[t].tolist() == best
+        torch.testing.assert_close(weights[t], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_written_gradient_is_that_of_autograd(rule: str) -> None:
+    logits = double(7, 6).requires_grad_()
+    mask = torch.tensor([True, True, False, True, True, False, True])
+    bias = double(6, seed=3) if "groups" in rule else None
+    assert torch.autograd.gradcheck(lambda x: choose(x, RULES[rule], bias=bias)[1], (logits,))
+    ids, weights = choose(logits, RULES[rule], mask=mask)
+    upstream = double(*weights.shape, seed=2)
+    (gradient,) = torch.autograd.grad(weights, logits, upstream)
+    torch.testing.assert_close(
+        gradient, reference.topk_backward(upstream, logits, ids, RULES[rule]), rtol=1e-11, atol=1e-13
+    )
+    assert (gradient[~mask] == 0).all()
+
+
+def test_gradients_reach_router_bias_and_input() -> None:
+    router = random_router(5, RouterRule(top_k=2), 3, router_bias=True)
+
+    def outputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        choice = torch.func.functional_call(router, {"weight": weight, "bias": bias}, (x,))
+        return choice.weights, score_sum(choice, router.rule), z_sum(choice)
+
+    leaves = (double(4, 3), *(p.detach().clone() for p in router.parameters()))
+    assert torch.autograd.gradcheck(outputs, tuple(leaf.requires_grad_() for leaf in leaves))
 
 
 def test_scores_are_computed_in_fp32_for_low_precision_inputs() -> None:
-    router = random_router(moe(4, 2), 64, dtype=torch.bfloat16)
+    router = random_router(4, RouterRule(top_k=2), 64, torch.bfloat16, choice_bias=True)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     choice = router(x)
-    exact = random_router(moe(4, 2), 64, dtype=torch.float32)
+    exact = random_router(4, RouterRule(top_k=2), 64, torch.float32)
     exact.weight.data.copy_(router.weight)
-    assert choice.weights.dtype == choice.prob_sum.dtype == torch.float32
+    assert choice.weights.dtype == choice.logits.dtype == torch.float32
+    assert router.choice_bias is not None and router.choice_bias.dtype == torch.float32
     assert torch.equal(choice.weights, exact(x.float()).weights)
-    assert random_router(moe(4, 2), 8)(torch.zeros(1, 8, dtype=torch.float64)).weights.dtype == torch.float64
-
-
-def test_gradients_reach_router_and_input() -> None:
-    router = random_router(moe(5, 2, renormalize=False), 3)
-    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-    def outputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        choice = torch.func.functional_call(router, {"weight": weight}, (x,))
-        return choice.weights, choice.prob_sum
-
-    assert torch.autograd.gradcheck(outputs, (x, router.weight.detach().clone().requires_grad_()))
+    assert (
+        random_router(4, RouterRule(top_k=2), 8)(torch.zeros(1, 8, dtype=torch.float64)).weights.dtype == torch.float64
+    )
 
 
 INF, NAN = float("inf"), float("nan")
@@ -106,84 +138,81 @@ ODD_ROWS = {
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 @pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS.keys())
 def test_ids_are_distinct_and_in_range_whatever_the_logits(row: list[float], top_k: int) -> None:
-    # The identity as weight would turn inf into NaN (0 * inf): feed the logits in by a router of width 1 per row.
-    router = random_router(moe(8, top_k, renormalize=False), 1)
-    router.weight.data = torch.tensor(row, dtype=torch.float64).unsqueeze(1)
-    choice = router(torch.ones(3, 1, dtype=torch.float64))
-    for ids in choice.ids.tolist():
-        assert len(set(ids)) == top_k and all(0 <= e < 8 for e in ids)
+    ids, weights = choose(torch.tensor([row] * 3, dtype=torch.float64), RouterRule(top_k=top_k))
+    for chosen in ids.tolist():
+        assert len(set(chosen)) == top_k and all(0 <= e < 8 for e in chosen)
         best = [e for e in range(8) if row[e] == INF]
-        assert set(best[:top_k]) <= set(ids) or len(best) > top_k
+        assert set(best[:top_k]) <= set(chosen) or len(best) > top_k
     if all(map(math.isfinite, row)):
-        assert choice.weights.isfinite().all()
+        assert weights.isfinite().all()
 
 
 def test_ties_go_to_the_lowest_ids_in_any_batch() -> None:
     logits = torch.zeros(50, 200, dtype=torch.float64)  # so many experts that an unstable sort would show
-    assert torch.equal(of_logits(logits, 3).ids, torch.tensor([[0, 1, 2]]).expand(50, 3))
+    ids, _ = choose(logits, RouterRule(top_k=3))
+    assert torch.equal(ids, torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(50, 3))
 
 
 def test_a_finite_row_beside_a_nan_row_is_untouched() -> None:
-    logits = torch.tensor([[NAN] * 4, [1.0, 3.0, 2.0, 0.0]], dtype=torch.float64)
-    choice = of_logits(logits, 2)
-    assert choice.weights[0].isnan().all()  # stays visible: nothing hides a broken token
-    assert choice.ids[1].tolist() == [1, 2] and choice.weights[1].isfinite().all()
+    ids, weights = choose(torch.tensor([[NAN] * 4, [1.0, 3.0, 2.0, 0.0]]), RouterRule(top_k=2))
+    assert weights[0].isnan().all()  # stays visible: nothing hides a broken token
+    assert ids[1].tolist() == [1, 2] and weights[1].isfinite().all()
 
 
-@pytest.mark.parametrize("router", [{"renormalize": True}, {"renormalize": False, "softmax_after_topk": True}])
-def test_one_expert_with_renormalisation_warns_and_weighs_exactly_one(router: dict[str, bool]) -> None:
+@pytest.mark.parametrize("rule", [RouterRule(top_k=1, renormalize=True), RouterRule(top_k=1, softmax_after_topk=True)])
+def test_one_expert_with_renormalisation_warns_and_weighs_exactly_one(rule: RouterRule) -> None:
     with pytest.warns(UserWarning, match="learns nothing"):
-        made = TopKRouter(6, moe(4, 1, **router))
+        made = TopKRouter(config(4, rule, 6))
     torch.nn.init.normal_(made.weight)
     choice = made(torch.randn(7, 6))
     assert choice.weights.shape == choice.ids.shape == (7, 1)
     assert torch.equal(choice.weights, torch.ones(7, 1))
 
 
-def test_one_expert_without_renormalisation_learns() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        router = TopKRouter(6, moe(4, 1, renormalize=False))
-    torch.nn.init.normal_(router.weight)
-    router(torch.randn(7, 6)).weights.sum().backward()
-    assert router.weight.grad is not None and (router.weight.grad != 0).any()
-
-
 def test_masked_tokens_are_not_routed_and_do_not_count() -> None:
-    router = random_router(moe(5, 2), 3)
-    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    router = random_router(5, RouterRule(top_k=2), 3)
     mask = torch.tensor([True, False, True, True, False, True])
+    x = double(6, 3)
     masked, alone = router(x, mask), router(x[mask])
     assert torch.equal(masked.ids[mask], alone.ids) and torch.equal(masked.weights[mask], alone.weights)
-    assert (masked.ids[~mask] == 5).all() and (masked.weights[~mask] == 0).all()
-    torch.testing.assert_close(masked.prob_sum, alone.prob_sum, rtol=1e-14, atol=0)
+    assert (masked.ids[~mask] == -1).all() and (masked.weights[~mask] == 0).all()
+    for total in (lambda c, m: score_sum(c, router.rule, m), z_sum):
+        torch.testing.assert_close(total(masked, mask), total(alone, None), rtol=1e-14, atol=0)
+    assert torch.equal(expert_counts(masked.ids, 5), expert_counts(alone.ids, 5))
 
 
 def test_balance_loss_follows_its_formula() -> None:
     counts = torch.tensor([[[3, 0, 1]], [[2, 1, 1]]])  # dp 2, ep 1, E 3; K 2: 4 tokens
-    prob_sum = torch.tensor([1.0, 0.5, 0.5], dtype=torch.float64)
-    gradient = balance_gradient(prob_sum, counts, coefficient=0.1, top_k=2, aux_scale=0.25)
+    scores = torch.tensor([1.0, 0.5, 0.5], dtype=torch.float64)
+    gradient = balance_gradient(scores, counts, coefficient=0.1, top_k=2, aux_scale=0.25)
     expected = [0.1 * 0.25 * 3 * count / 8 / 4 for count in (5, 1, 2)]
     torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
-    # Balanced counts and probabilities give the coefficient itself.
+    # Balanced counts and scores give the coefficient itself.
     even = balance_gradient(torch.ones(3), torch.tensor([2, 2, 2]), coefficient=0.1, top_k=2, aux_scale=1.0)
     assert float(even.sum()) == pytest.approx(0.1)
-    nothing = balance_gradient(prob_sum, torch.zeros(1, 1, 3, dtype=torch.int64), 0.1, 2, 1.0)
+    nothing = balance_gradient(scores, torch.zeros(1, 1, 3, dtype=torch.int64), 0.1, 2, 1.0)
     assert torch.equal(nothing, torch.zeros(3, dtype=torch.float64))
 
 
-def test_all_unsupported_parts_are_named_at_once() -> None:
-    spec = moe(4, 5, score="sigmoid", choice_bias=True, groups=2, scale=float("nan"), aux_coefficient=-1.0)
-    with pytest.raises(SpecError) as caught:
-        TopKRouter(6, spec)
-    fields = {problem.field for problem in caught.value.problems}
-    assert fields == {
-        "top_k",
-        "router.score",
-        "router.choice_bias",
-        "router.groups, keep_groups",
-        "router.scale",
-        "router.aux_coefficient",
-    }
-    with pytest.raises(SpecError, match="experts"):
-        TopKRouter(6, replace(moe(1, 1), experts=0, top_k=0))
+def test_z_loss_and_scores_follow_their_formulas() -> None:
+    logits = double(4, 3)
+    choice = Choice(logits, torch.zeros(4, 2, dtype=torch.int64), logits)
+    squares = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist())
+    assert float(z_sum(choice)) == pytest.approx(squares, rel=1e-12)
+    gradient = z_gradient(z_sum(choice), torch.tensor([[[5, 1, 2]]]), coefficient=0.01, top_k=2, aux_scale=0.5)
+    assert float(gradient) == pytest.approx(0.01 * 0.5 / 4, rel=1e-12)
+    for score in ("softmax", "sigmoid"):
+        total = score_sum(choice, RouterRule(top_k=2, score=score))
+        assert float(total.sum()) == pytest.approx(4.0, rel=1e-12)  # one for each token
+
+
+def test_the_bias_moves_by_the_rate_against_the_load() -> None:
+    bias = torch.tensor([0.5, 0.0, 0.0, -0.25])
+    update_choice_bias(bias, torch.tensor([7, 1, 4, 4]), 0.125)
+    assert bias.tolist() == [0.375, 0.125, 0.0, -0.25]
+
+
+def test_counts_ignore_what_is_not_routed() -> None:
+    ids = torch.tensor([[0, 2], [-1, 5], [2, 4]])
+    assert expert_counts(ids, 4).tolist() == [1, 0, 2, 0]
+    assert expert_counts(torch.zeros(0, 2, dtype=torch.int32), 3).tolist() == [0, 0, 0]

@@ -23,6 +23,7 @@ from tessera_rt.planner.baselines import equal_layers, serial_balanced
 from tessera_rt.planner.build import OBJECTIVES, PARTITIONERS, build_plan, plan_with
 from tessera_rt.planner.candidates import Bounds
 from tessera_rt.planner.setting import Setting
+from tessera_rt.scheduler.interleave import METHODS
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.scheduler.templates import build_template
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
@@ -60,6 +61,7 @@ def test_any_request_gives_a_sound_plan_or_a_named_infeasibility(
         "objective": data.draw(st.sampled_from(OBJECTIVES), "objective"),
         "partitioner": data.draw(st.sampled_from(PARTITIONERS), "partitioner"),
         "window": data.draw(st.sampled_from([0, 1, 2, None]), "window"),
+        "method": data.draw(st.sampled_from(METHODS), "method"),
         "memory_limit": data.draw(st.none() | st.integers(1, 8_000), "limit"),
     }
     try:
@@ -105,7 +107,7 @@ def test_each_objective_is_best_at_its_own(seed: int, mesh: tuple[int, int], mic
     }
     name = "1f1b" if vpp == 1 else "interleaved-1f1b"
     template = build_template(name, pp=pp, vpp=vpp, microbatches=microbatches, joint=joint)
-    setting = Setting(model, costs, template, limit=0, method="align")
+    setting = Setting(model, costs, template, limit=0, method="exact")
     every = all_bounds(len(model.items), pp * vpp)
     assert plans["t_dom"].solver.t_dom_ns == min(map(setting.t_dom, every))
     for objective in ("t_dom", "serial", "memory"):
@@ -130,7 +132,7 @@ def test_what_is_said_to_be_proven_holds_for_all_partitions(window: int) -> None
         model = moe_model(layers)
         costs = random_costs(model, seed, longest=1000)
         template = build_template("interleaved-1f1b", pp=2, vpp=2, microbatches=4, joint=True)
-        setting = Setting(model, costs, template, limit=0, method="align")
+        setting = Setting(model, costs, template, limit=0, method="exact")
         worth: dict[str, Callable[[Bounds], int]] = {
             "t_dom": setting.t_dom,
             "serial": lambda bounds, setting=setting: max(int(setting.serial[chunk]) for chunk in pairwise(bounds)),

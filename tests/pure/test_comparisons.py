@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tessera_rt.costs import TaskCost
 from tessera_rt.errors import ScheduleError
 from tessera_rt.plan import ActionKind
-from tessera_rt.scheduler.comparisons import chunked_costs, dualpipe_template, simulate_chunked, simulate_dualpipe
+from tessera_rt.scheduler.chunked import chunked_costs
+from tessera_rt.scheduler.comparisons import dualpipe_template, simulate_chunked, simulate_dualpipe
 from tessera_rt.scheduler.simulate import simulate_schedule
 from tessera_rt.scheduler.templates import build_template, held_chunks
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs

@@ -44,16 +44,17 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "waits": ("words",),
     "moe": ("kernels", "split", "waits", "words"),
     "engine": ("moe.steps", "moe.transport", "split", "waits", "kernels", "words"),
+    "cuda_graphs": ("errors",),
     "models": ("moe", "split", "words"),
     "integrations": ("moe", "split", "words"),
     "microbench": ("kernels", "moe", "words"),
-    "testing": ("kernels", "words", "split", "moe", "models", "scheduler"),  # and no other group imports it
+    "testing": ("cuda_graphs", "kernels", "words", "split", "moe", "models", "scheduler"),  # no other group imports it
     "config": ("scheduler", "words"),
     "data": ("config", "words"),
     "launch": ("engine.watchdog", "waits", "words"),
     "checkpoint": ("words",),
     "progress": (),
-    PACKAGE: ("words", "scheduler", "planner"),  # tessera_rt/__init__.py, which all may import
+    PACKAGE: ("words", "scheduler", "planner", "cuda_graphs"),  # tessera_rt/__init__.py, which all may import
 }
 WITHOUT_TORCH = ("words", "scheduler", "planner", "config", PACKAGE)  # anywhere in their files
 TORCH = ("torch", "triton")

@@ -30,7 +30,7 @@ def test_a_pair_costs_what_list_scheduling_says_and_stays_within_its_limits(
     seed: int, forward: tuple[int, int], backward: tuple[int, int]
 ) -> None:
     costs = random_costs(MODEL, seed, kinds=2)
-    pairs = PairCosts(MODEL, costs)
+    pairs = PairCosts(MODEL, costs, method="align")
     action = Action.parse("(0F1;1B0)OVERLAP_F_B")
     graph = action_graph(action.key, MODEL, costs, [forward, backward])
     alone = [chunk_graph(MODEL, costs, *c, p).total_ns() for c, p in ((forward, Pass.F), (backward, Pass.B))]
@@ -69,7 +69,7 @@ def test_a_measured_pair_replaces_the_scheduled_one_if_it_is_possible() -> None:
     costs = uniform_costs(MODEL, comm_ns=7)
     forward, backward = (1, 3), (3, 5)
     graph = action_graph("0F;1B", MODEL, costs, [forward, backward])
-    scheduled = PairCosts(MODEL, costs).pair(forward, backward)
+    scheduled = PairCosts(MODEL, costs, method="align").pair(forward, backward)
     measured = replace(costs, pairs={pair_key(graph): scheduled + 1})
     assert PairCosts(MODEL, measured).pair(forward, backward) == scheduled + 1
     impossible = replace(costs, pairs={pair_key(graph): graph.total_ns() + 1})

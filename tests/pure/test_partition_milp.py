@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tessera_rt.errors import PartitionInfeasible, PlanError
 from tessera_rt.planner.candidates import Bounds, candidates, ranges
 from tessera_rt.planner.edge_costs import edge_costs, stage_costs
+from tessera_rt.planner.least import t_dom_bound
 from tessera_rt.planner.milp_problem import MilpProblem
-from tessera_rt.planner.partition_milp import MilpAnswer, MilpPartition, Solver, partition_milp, scipy_solver
-from tessera_rt.planner.search import t_dom_bound
+from tessera_rt.planner.partition_milp import MilpAnswer, MinMax, Solver, partition_milp, scipy_solver
 from tessera_rt.planner.setting import Setting
 from tessera_rt.planner.tables import FORBIDDEN
 from tessera_rt.scheduler.templates import build_template
@@ -34,7 +34,7 @@ def make_setting(seed: int, pp: int, vpp: int, *, layers: int = 5, microbatches:
 
 def solve(
     setting: Setting, centers: list[Bounds], window: int | None, at_most: int, at_least: int = 0
-) -> MilpPartition | None:
+) -> MinMax | None:
     cands = candidates(len(setting.model.items), setting.stages, centers, window=window)
     made = edge_costs(cands, setting.edges, setting.pairs, at_most=at_most, at_least=at_least)
     assert made is not None

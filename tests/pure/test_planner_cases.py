@@ -18,9 +18,9 @@ from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
 from tessera_rt.planner.build import build_plan
 from tessera_rt.planner.candidates import Range
+from tessera_rt.planner.least import t_dom_bound
 from tessera_rt.planner.milp_problem import MilpProblem
 from tessera_rt.planner.partition_milp import MilpAnswer, scipy_solver
-from tessera_rt.planner.search import t_dom_bound
 from tessera_rt.planner.setting import Setting
 from tessera_rt.scheduler.templates import build_template
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
@@ -72,7 +72,7 @@ def test_case_1_layers_that_stages_do_not_divide(count: int, pp: int, most: int,
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("partitioner", ["milp", "chain-dp"])
+@pytest.mark.parametrize("partitioner", ["threshold", "milp", "chain-dp"])
 def test_case_4_a_stage_with_the_head_alone(objective: str, partitioner: str) -> None:
     model = dense_model(6)
     times = layer_times(6, 4) | {"EMBED": 1, "HEAD": 8}
@@ -221,6 +221,7 @@ def test_case_12_a_solver_that_lies_is_caught_and_nothing_is_written(
             costs,
             microbatches=4,
             objective=objective,
+            partitioner="milp",
             memory_limit=45,
             solver=broken(wrong, stages=4),
         )
@@ -235,12 +236,21 @@ def random_cost_model() -> tuple[ModelSpec, CostTable]:
     return model, item_costs(model, times | {"HEAD": (50, 50, 50)}, comm_ns=40)
 
 
-def test_case_13_no_time_for_the_solver_gives_the_chain_partition() -> None:
+@pytest.mark.parametrize("partitioner", ["threshold", "milp"])
+def test_case_13_no_time_for_the_solver_gives_the_chain_partition(partitioner: str) -> None:
     model, costs = random_cost_model()
-    plan = build_plan(model, Mesh(pp=32, vpp=2), costs, microbatches=64, objective="t_dom", time_limit_s=0.0)
+    plan = build_plan(
+        model,
+        Mesh(pp=32, vpp=2),
+        costs,
+        microbatches=64,
+        objective="t_dom",
+        partitioner=partitioner,
+        time_limit_s=0.0,
+    )
     assert_all_placed(plan, model)
     assert min(sizes(plan)) >= 1
-    assert "chain-dp" in plan.solver.method and "milp found nothing in 0 s" in plan.solver.method
+    assert "chain-dp" in plan.solver.method and f"{partitioner} found nothing in 0 s" in plan.solver.method
     assert plan.solver.status == "heuristic"
     assert 0 < plan.solver.bound_ns <= plan.solver.t_dom_ns and 0 <= plan.solver.gap < 1
     check_plan(plan, model)
@@ -256,7 +266,9 @@ def test_case_13_a_short_time_limit_states_the_gap() -> None:
     assert 0 < solver.bound_ns <= solver.t_dom_ns
     assert solver.gap == 1 - solver.bound_ns / solver.t_dom_ns >= 0
     assert (solver.status == "optimal") == (solver.gap == 0)
-    assert (solver.method == "milp") == (solver.status in ("optimal-in-window", "incumbent")) or solver.gap == 0
+    assert (solver.method in ("threshold", "threshold and milp")) == (
+        solver.status in ("optimal-in-window", "incumbent")
+    ) or solver.gap == 0
     none = build_plan(model, Mesh(pp=32, vpp=2), costs, microbatches=64, objective="t_dom", time_limit_s=0.0)
     assert plan.solver.t_dom_ns <= none.solver.t_dom_ns
 
@@ -278,6 +290,8 @@ def test_case_13_an_incumbent_is_used_with_its_gap(window: int | None, share: fl
         costs,
         microbatches=4,
         objective="t_dom",
+        partitioner="milp",
+        method="align",
         window=window,
         time_limit_s=LONG,
         solver=stopped,

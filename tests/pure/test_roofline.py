@@ -210,7 +210,7 @@ def test_impossible_requests_name_all_problems() -> None:
     model = moe_model(2)
     half: DeviceSpec = replace(H800, peak_flops={"bf16": 1e15})
     with pytest.raises(SpecError) as error:
-        roofline_costs(model, Workload(tokens=0, context=1, ep=8, tp=2, dtype="fp64"), half)
+        roofline_costs(model, Workload(tokens=0, context=1, ep=8, tp=3, dtype="fp64"), half)
     assert {problem.field for problem in error.value.problems} == {
         "workload.tokens",
         "workload.ep",

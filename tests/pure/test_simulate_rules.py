@@ -2,188 +2,25 @@
 
 from __future__ import annotations
 
-import random as random_module
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera_rt.costs import ItemMemory, Link, TaskCost
-from tessera_rt.plan import Action, ActionKind, messages_from
-from tessera_rt.scheduler.graphs import action_graph, chunk_graph, to_networkx
-from tessera_rt.scheduler.list_schedule import interleaving
+from tessera_rt.plan import messages_from
 from tessera_rt.scheduler.simulate import simulate, step_time
-from tessera_rt.scheduler.templates import build_template
-from tessera_rt.tasks import Pass, Resource
-from tessera_rt.testing.costs import item_costs, moe_model
+from tessera_rt.tasks import Resource
+from tessera_rt.testing.costs import item_costs
 from tessera_rt.testing.plans import simple_model, simple_plan
+from tessera_rt.testing.schedule_cases import cases
 from tessera_rt.testing.schedules import Case
+from tessera_rt.testing.timing_reference import reference_ends, reference_nodes
 from tessera_rt.timeline import Span, Timeline
 
 # --- random schedules against slow references -----------------------------------------------------------------------
-
-
-@st.composite
-def cases(draw: st.DrawFn, scale: int = 1) -> Case:
-    """Any template over random cuts (empty stages included), random orders in actions, tasks of 0 to 9 * scale ns."""
-    name = draw(st.sampled_from(("gpipe", "1f1b", "interleaved-1f1b")))
-    pp = draw(st.integers(1, 3))
-    vpp = 1 if name == "1f1b" else draw(st.integers(1, 3))
-    template = build_template(
-        name,
-        pp=pp,
-        vpp=vpp,
-        microbatches=draw(st.integers(1, 5)),
-        joint=draw(st.booleans()),
-        placement=draw(st.sampled_from(("loop", "v"))) if name == "gpipe" else "loop",
-    )
-    model = moe_model(draw(st.integers(1, 4)), dense_first=draw(st.integers(0, 1)), shared=draw(st.booleans()))
-    random = random_module.Random(draw(st.integers(0, 10**6)))
-    cuts = sorted(random.choices(range(len(model.items) + 1), k=pp * vpp - 1))
-    bounds = list(zip([0, *cuts], [*cuts, len(model.items)], strict=True))
-    base = item_costs(
-        model,
-        {},
-        {item.label: ItemMemory(output=random.randint(0, 9)) for item in model.items},
-        link=Link(latency_ns=random.randint(0, 5) * scale, bytes_per_s=random.choice((1e9, 3e8, float("inf"))) / scale),
-    )
-    costs = replace(base, tasks={name: TaskCost(ns=random.randint(0, 9) * scale) for name in base.tasks})
-    actions = list(template.actions)
-    if draw(st.booleans()):
-        actions = [tuple(_split_w(row)) for row in actions]
-    interleavings = {}
-    for key in {action.key for row in actions for action in row}:
-        graph = action_graph(key, model, costs, bounds)
-        interleavings[key] = interleaving(_random_order(graph.names, to_networkx(graph), random), graph, key)
-    return Case(template.stage_ranks, actions, bounds, interleavings, model, costs)
-
-
-def _split_w(row: Sequence[Action]) -> list[Action]:
-    """Every single B as I, its W behind the next action."""
-    result: list[Action] = []
-    waiting: list[Action] = []
-    for action in row:
-        late, waiting = waiting, []
-        if action.kind is ActionKind.B:
-            waiting.append(Action(ActionKind.W, action.stage, action.microbatch))
-            action = Action(ActionKind.I, action.stage, action.microbatch)
-        result += [action, *late]
-    return result + waiting
-
-
-def _random_order(names: Sequence[str], digraph: nx.DiGraph, random: random_module.Random) -> list[str]:  # type: ignore[type-arg]
-    rank = {name: random.random() for name in names}
-    return list(nx.lexicographical_topological_sort(digraph, key=rank.__getitem__))
-
-
-@dataclass(frozen=True)
-class Step:
-    """A node of the reference: a task, a pass's input or output, or a message."""
-
-    preds: tuple[str, ...]
-    ns: int = 0
-    lane: str = ""
-    rank: int = 0
-
-
-def reference_nodes(case: Case, *, overlap: bool) -> dict[str, Step]:
-    """The whole step as one graph of names, written straight from the timing rules."""
-    nodes: dict[str, Step] = {}
-    last = len(case.stage_ranks) - 1
-    edge_last: dict[tuple[int, int], str] = {}
-    for rank, row in enumerate(case.actions):
-        before: dict[str, str] = {}
-        for action in row:
-            part_of: dict[str, Action] = {}
-            canonical: list[str] = []
-            by_name = {}
-            for part in action.passes:
-                pass_ = {"F": Pass.F, "W": Pass.W}.get(str(part.kind), Pass.B)
-                graph = chunk_graph(
-                    case.model, case.costs, *case.bounds[part.stage], pass_, with_w=part.kind is not ActionKind.I
-                )
-                canonical += graph.names
-                by_name.update(graph.by_name)
-                part_of.update(dict.fromkeys(graph.names, part))
-            order = case.interleavings[action.key].order if overlap else canonical
-            for name in order:
-                part, task = part_of[name], by_name[name]
-                where = f"{part.stage}.{part.microbatch}"
-                preds = [f"{where} {dep}" for dep in task.deps]
-                if task.pass_ is Pass.W:
-                    preds = [f"{where} B{name[1:]}"]
-                elif not preds:
-                    preds = [f"{where} {task.pass_} in"]
-                lane = str(task.resource) if overlap else "COMP"
-                if lane in before:
-                    preds.append(before[lane])
-                nodes[f"{where} {name}"] = Step(tuple(preds), task.ns, str(task.resource), rank)
-                before[lane] = f"{where} {name}"
-            for part in action.passes:
-                if part.kind is ActionKind.W:
-                    continue
-                pass_ = Pass.F if part.kind is ActionKind.F else Pass.B
-                where = f"{part.stage}.{part.microbatch}"
-                neighbour = part.stage + (-1 if pass_ is Pass.F else 1)
-                inputs = [f"{neighbour}.{part.microbatch} {pass_} sent"] if 0 <= neighbour <= last else []
-                if pass_ is Pass.B:
-                    inputs.append(f"{where} F out")
-                nodes[f"{where} {pass_} in"] = Step(tuple(inputs))
-                mine = [f"{where} {n}" for n in order if part_of[n] is part and n[0] == pass_]
-                nodes[f"{where} {pass_} out"] = Step((f"{where} {pass_} in", *mine))
-            sending = [p for p in action.passes if p.kind is not ActionKind.W]
-            if overlap:
-                sending.sort(
-                    key=lambda p: max((i for i, n in enumerate(order) if part_of[n] is p and n[0] != "W"), default=-1)
-                )
-            for part in sending:
-                pass_ = Pass.F if part.kind is ActionKind.F else Pass.B
-                where = f"{part.stage}.{part.microbatch} {pass_}"
-                to_stage = part.stage + (1 if pass_ is Pass.F else -1)
-                if not 0 <= to_stage <= last:
-                    continue
-                target = case.stage_ranks[to_stage]
-                if target == rank:
-                    nodes[f"{where} sent"] = Step((f"{where} out",))
-                    continue
-                boundary = min(part.stage, to_stage)
-                filled = [stop for start, stop in case.bounds[: boundary + 1] if stop > start]
-                size = case.costs.memory[case.model.items[filled[-1] - 1].label].output if filled else 0
-                leave = [edge_last[rank, target]] if (rank, target) in edge_last else []
-                nodes[f"{where} left"] = Step((f"{where} out", *leave), case.costs.link.occupancy_ns(size))
-                nodes[f"{where} sent"] = Step((f"{where} left",), case.costs.link.latency_ns)
-                edge_last[rank, target] = f"{where} left"
-    return nodes
-
-
-def reference_ends(case: Case, *, overlap: bool, contention: Fraction = Fraction(0)) -> dict[str, Fraction]:
-    """End times. All nodes whose predecessors have ended run; time moves to the next end, rates are looked up anew."""
-    nodes = reference_nodes(case, overlap=overlap)
-    ends: dict[str, Fraction] = {}
-    running: dict[str, Fraction] = {}  # work left
-    waiting = dict(nodes)
-    now = Fraction(0)
-    while waiting or running:
-        for name in [n for n, node in waiting.items() if all(p in ends for p in node.preds)]:
-            running[name] = Fraction(waiting.pop(name).ns)
-        assert running, f"the reference is stuck: {sorted(waiting)[:5]}"
-        busy = {nodes[n].rank for n in running if nodes[n].lane == "COMM" and running[n] > 0}
-        rate = {
-            n: 1 / (1 + contention) if nodes[n].lane == "COMP" and nodes[n].rank in busy else Fraction(1)
-            for n in running
-        }
-        step = min(left / rate[n] for n, left in running.items())
-        now += step
-        for name in list(running):
-            running[name] -= step * rate[name]
-            if running[name] == 0:
-                ends[name] = now
-                del running[name]
-    return ends
 
 
 def simulated_ends(timeline: Timeline) -> dict[str, int]:
@@ -197,7 +34,7 @@ def simulated_ends(timeline: Timeline) -> dict[str, int]:
 @given(cases(), st.booleans())
 def test_every_task_and_message_ends_exactly_when_the_rules_say(case: Case, overlap: bool) -> None:
     timeline = case.timeline(overlap=overlap, contention=0.0)
-    expected = reference_ends(case, overlap=overlap)
+    expected = reference_ends(reference_nodes(case, overlap=overlap))
     ends = simulated_ends(timeline)
     assert ends == {name: expected[name] for name in ends}
     assert timeline.step_ns == max(expected.values())
@@ -210,7 +47,7 @@ def test_every_task_and_message_ends_exactly_when_the_rules_say(case: Case, over
 @given(cases(scale=10**6), st.sampled_from(("0.15", "1", "2.5")))
 def test_contention_slows_compute_as_the_rules_say(case: Case, contention: str) -> None:
     timeline = case.timeline(contention=float(contention))
-    expected = reference_ends(case, overlap=True, contention=Fraction(contention))
+    expected = reference_ends(reference_nodes(case, overlap=True), Fraction(contention))
     # each compute task's end is rounded to ns, and that can change by as much again what runs beside what
     slack = 1 + 2 * sum(span.lane == Resource.COMP for span in timeline.spans)
     assert slack < 10_000  # against tasks of a million
@@ -255,6 +92,19 @@ def test_overlap_off_on_one_rank_is_the_sum_of_all_work(case: Case) -> None:
     assert timeline == case.timeline(overlap=False, contention=0.0)  # nothing runs side by side
     other = replace(case, interleavings={})  # and no interleaving is looked at
     assert other.timeline(overlap=False, contention=0.0) == timeline
+
+
+@given(cases(), st.integers(0, 10**6), st.integers(1, 20), st.booleans())
+def test_no_task_that_takes_longer_makes_the_step_shorter(case: Case, which: int, more: int, overlap: bool) -> None:
+    """Without contention; with it a longer collective can slow what would otherwise run beside a later one."""
+    names = sorted(case.costs.tasks)
+    name = names[which % len(names)]
+    longer = {**case.costs.tasks, name: TaskCost(ns=case.costs.tasks[name].ns + more)}
+    before = case.timeline(overlap=overlap, contention=0.0)
+    after = replace(case, costs=replace(case.costs, tasks=longer)).timeline(overlap=overlap, contention=0.0)
+    assert after.step_ns >= before.step_ns
+    ends = simulated_ends(before)
+    assert all(end >= ends[key] for key, end in simulated_ends(after).items())
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_every_problem_of_a_workload_is_reported_at_once() -> None:
         context=-1,
         dp=0,
         ep=3,
-        tp=2,
+        tp=0,
         dtype="fp8",
         optimizer="lion",
         momentum=True,

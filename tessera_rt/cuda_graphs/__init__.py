@@ -1,0 +1,1 @@
+"""CUDA graphs of layers and training steps: ``tessera_rt.capture``. The contract is docs/capture.md."""
