@@ -1,6 +1,6 @@
 """Step time of every schedule over the lower bound, by simulation: what hiding expert-parallel communication is worth.
 
-    python bench/bench_schedules.py [--quick] [--only MODEL ...] [--evaluations N]
+    python bench/bench_schedules.py [--quick] [--only MODEL ...] [--parts 32 64 sensitivity] [--evaluations N]
 
 For each model: 8 pipeline ranks, 32 expert-parallel ranks, computed costs of the H800's device file (assumed rates,
 nothing measured), a combine that sums on the way. Others' schedules have serial-balanced partitions; ours are tuned to
@@ -9,8 +9,8 @@ Exposed: compute idles while a collective of its rank runs; bubble: all other id
 imbalance: the part of the bubble between the first backward and the last forward. Held: most activations and pending
 weight gradients that a rank keeps, over those of Megatron's fixed order; lines above 1.25 do not count as ours.
 
-Writes results/schedules.json after every model and results/schedules.png. ``--only``: these models (others keep the
-rows that the file has). ``--quick``: one model, 16 micro-batches, no files.
+Writes results/schedules.json after every part and results/schedules.png. ``--only``, ``--parts``: these models, these
+parts of their results; others keep what the file has. ``--quick``: one model, 16 micro-batches, no files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Workload
 from tessera_rt.files.model_files import load_model
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Known, compare
+from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, compare
 from tessera_rt.tasks import TaskKind, parse_task_name
 
 RESULTS = Path(__file__).with_name("results")
@@ -43,7 +43,9 @@ DEVICE = "h800"
 PP, EP = 8, 32
 NO_OVERLAP, FIXED, ZB_V = "interleaved 1F1B, no overlap", "Megatron's fixed pair order", "ZB-V"
 MOST_HELD = 1.25
-EVALUATIONS = 600
+SENSITIVITY = "sensitivity"
+PARTS = ("64", "32", SENSITIVITY)
+EVALUATIONS = 200
 Row = dict[str, Any]
 
 
@@ -71,12 +73,17 @@ TARGETS = {
     "DeepSeek-V3 4K": (1.27, 2.5, 22, 1.11),
 }
 """At 64 micro-batches: speed-up on no overlap, % saved on the fixed order and on ZB-V, step over the lower bound."""
+TITLES = {
+    subject.name: "DualPipeV" if subject.preset == "qwen3-next-80b" else "interleaved 1F1B" for subject in SUBJECTS
+}
+"""Which of our orders a sensitivity is given for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, 16 micro-batches, no files")
     parser.add_argument("--only", nargs="+", choices=[s.name for s in SUBJECTS], help="these models only")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="these parts only")
     parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="partitions tried for each tuned line")
     given = parser.parse_args(arguments)
     device, out = load_device(DEVICE), Console(width=150)
@@ -85,50 +92,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     out.print("No recomputation; memory is reported, not limited. Combine reduced; contention as in the device file.")
     if given.quick:
-        found, _ = rows_of(SUBJECTS[0], device, (16,), min(given.evaluations, 50))
-        out.print(table_of(found))
-        out.print(*claims(found), sep="\n", style="bold")
+        report(rows_of(SUBJECTS[0], device, 16, min(given.evaluations, 50)), out)
         return
-    for subject in SUBJECTS:
-        if given.only and subject.name not in given.only:
-            continue
-        rows, seconds = rows_of(subject, device, (32, 64), given.evaluations)
-        best = ours([row for row in rows if row["microbatches"] == 32], can_run=False)
-        sensitivity = sensitivity_of(subject, device, best, given.evaluations // 3)
-        for microbatches in (32, 64):
-            found = [row for row in rows if row["microbatches"] == microbatches]
-            out.print(table_of(found))
-            out.print(*claims(found), sep="\n", style="bold")
-        out.print(sensitivity_table(sensitivity))
-        out.print(
-            f"{subject.name}: {seconds:.0f} s of CPU for the schedules, {time.process_time():.0f} s so far in all"
-        )
-        save(subject, rows, sensitivity, seconds, device)
+    for part in given.parts:
+        for subject in SUBJECTS:
+            if given.only and subject.name not in given.only:
+                continue
+            began = time.process_time()
+            if part == SENSITIVITY:
+                rows = sensitivity_of(subject, device, given.evaluations // 4)
+                out.print(sensitivity_table(rows))
+            else:
+                rows = rows_of(subject, device, int(part), given.evaluations)
+                report(rows, out)
+            seconds = time.process_time() - began
+            out.print(f"{subject.name}, {part}: {seconds:.0f} s of CPU")
+            save(subject, part, rows, seconds, device)
     draw([row for row in saved()["rows"] if row["microbatches"] == 64], RESULTS / "schedules.png")
 
 
-def rows_of(subject: Subject, device: DeviceSpec, counts: Sequence[int], evaluations: int) -> tuple[list[Row], float]:
-    """The rows of a model for each number of micro-batches, and the CPU seconds they took."""
+def report(rows: Sequence[Row], out: Console) -> None:
+    out.print(table_of(rows))
+    out.print(*claims(rows), sep="\n", style="bold")
+
+
+def rows_of(subject: Subject, device: DeviceSpec, microbatches: int, evaluations: int) -> list[Row]:
+    """The rows of a model."""
     model, costs = costs_of(subject, device)
-    began = time.process_time()
-    rows: list[Row] = []
-    known = Known()
-    for microbatches in counts:
-        found = [
-            row_of(subject, compared, device)
-            for compared in compare(
-                model,
-                costs,
-                pp=PP,
-                vpp=subject.vpp,
-                microbatches=microbatches,
-                evaluations=evaluations if microbatches == counts[0] else evaluations // 4,
-                known=known,
-            )
-        ]
-        fixed = next(row["activation_bytes"] for row in found if row["schedule"] == FIXED)
-        rows += [{**row, "held_over_fixed": row["activation_bytes"] / fixed} for row in found]
-    return rows, time.process_time() - began
+    found = [
+        row_of(subject, compared, device)
+        for compared in compare(
+            model, costs, pp=PP, vpp=subject.vpp, microbatches=microbatches, evaluations=evaluations
+        )
+    ]
+    fixed = next(row["activation_bytes"] for row in found if row["schedule"] == FIXED)
+    return [{**row, "held_over_fixed": row["activation_bytes"] / fixed} for row in found]
 
 
 def costs_of(subject: Subject, device: DeviceSpec) -> tuple[ModelSpec, CostTable]:
@@ -225,11 +223,11 @@ def claims(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def sensitivity_of(subject: Subject, device: DeviceSpec, best: Row, evaluations: int) -> list[Row]:
-    """The main ratios with communication 20 % slower and faster, and with compute so; ``best``, our fastest line at
-    32 micro-batches, tuned anew each time, with MoE halves and without."""
+def sensitivity_of(subject: Subject, device: DeviceSpec, evaluations: int) -> list[Row]:
+    """The main ratios with communication 20 % slower and faster, and with compute so; of ours the order of
+    TITLES, tuned anew each time, with MoE halves and without."""
     model, costs = costs_of(subject, device)
-    title = best["schedule"].partition(",")[0]
+    title = TITLES[subject.name]
     names = {NO_OVERLAP, FIXED, ZB_V, f"{title}, tuned, W pool", f"{title}, tuned, W pool, MoE halves"}
     chosen = [schedule for schedule in SCHEDULES if schedule.name in names]
     rows: list[Row] = []
@@ -301,8 +299,8 @@ def saved() -> dict[str, Any]:
     return data if "cpu_seconds" in data else {"rows": [], "sensitivity": [], "cpu_seconds": {}}
 
 
-def save(subject: Subject, rows: Sequence[Row], sensitivity: Sequence[Row], seconds: float, device: DeviceSpec) -> None:
-    """Puts a model's rows into the results file, in place of those it had."""
+def save(subject: Subject, part: str, rows: Sequence[Row], seconds: float, device: DeviceSpec) -> None:
+    """Puts a part of a model's results into the file, in place of what it had."""
     assumptions = {
         "device": device.title,
         "device_file": f"{DEVICE}.yaml",
@@ -321,17 +319,12 @@ def save(subject: Subject, rows: Sequence[Row], sensitivity: Sequence[Row], seco
         },
     }
     before, order = saved(), [s.name for s in SUBJECTS]
-
-    def merged(name: str, new: Sequence[Row]) -> list[Row]:
-        kept = [row for row in before[name] if row["model"] != subject.name]
-        return sorted([*kept, *new], key=lambda row: order.index(row["model"]))
-
-    data = {
-        "assumptions": assumptions,
-        "cpu_seconds": {**before["cpu_seconds"], subject.name: round(seconds)},
-        "rows": merged("rows", rows),
-        "sensitivity": merged("sensitivity", sensitivity),
-    }
+    name = "sensitivity" if part == SENSITIVITY else "rows"
+    counts = {row["microbatches"] for row in rows}
+    kept = [row for row in before[name] if row["model"] != subject.name or row["microbatches"] not in counts]
+    merged = sorted([*kept, *rows], key=lambda row: (order.index(row["model"]), row["microbatches"]))
+    seconds_of = {**before["cpu_seconds"], f"{subject.name}, {part}": round(seconds)}
+    data = {**before, "assumptions": assumptions, "cpu_seconds": seconds_of, name: merged}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "schedules.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

@@ -11,7 +11,7 @@ from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_kernel,
     router_weight_gradient_kernel,
 )
-from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, shape_problem
+from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, shape_problem, warp_options
 from tessera_rt.kernels.routing import ExpertRows
 
 BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
@@ -37,7 +37,7 @@ def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, ru
         y, position.contiguous(), None if weights is None else weights.contiguous(), out, trace,
         tokens, y.shape[1], *y.stride(),
         TOP_K=top_k, HAS_WEIGHTS=weights is not None, BLOCK_T=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None,
-        num_warps=WARPS,
+        **warp_options(WARPS),
     )  # fmt: skip
     return out
 
@@ -66,7 +66,7 @@ def gather_sum_backward(
     gather_sum_backward_kernel[grid](
         grad, y, weights.contiguous(), position.contiguous(), source, rows.offsets[-1:], d_y, d_weights, trace,
         rows.rows, position.numel(), y.shape[1], max(position.shape[1], 1), *grad.stride(), *y.stride(),
-        BLOCK_R=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None, num_warps=WARPS,
+        BLOCK_R=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None, **warp_options(WARPS),
     )  # fmt: skip
     return d_y, d_weights
 
@@ -81,6 +81,6 @@ def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEF
     grid, trace = run.grid(router_weight_gradient_kernel, out.device, triton.cdiv(out.numel(), 128))
     router_weight_gradient_kernel[grid](
         partials.contiguous(), position.contiguous(), out, trace, out.numel(), column_tiles,
-        BLOCK=128, BLOCK_N=block_n, TRACE=trace is not None, num_warps=4,
+        BLOCK=128, BLOCK_N=block_n, TRACE=trace is not None, **warp_options(4),
     )  # fmt: skip
     return out

@@ -36,6 +36,7 @@ from tessera_rt.kernels.ptx_checks import (
 )
 from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
 from tessera_rt.kernels.shipped import shipped_launches
+from tessera_rt.kernels.shipped_transport import transport_launches
 
 LARGE_TILE = 128
 
@@ -46,7 +47,7 @@ def layer_launches(arch: str, minor: str) -> Iterator[Launch]:
     yield from shipped_launches(arch, minor, dtypes=("float32",), sizes=("large", "any"))
 
 
-LISTS: tuple[Callable[[str, str], Iterator[Launch]], ...] = (layer_launches,)
+LISTS: tuple[Callable[[str, str], Iterator[Launch]], ...] = (layer_launches, transport_launches)
 """What is shipped, by group of kernels: functions of (architecture, Triton's minor version)."""
 
 

@@ -37,9 +37,14 @@ class Run:
 DEFAULT_RUN = Run()
 
 
-def launch_options(config: Config) -> dict[str, object]:
-    """Compile options of a configuration. FP fusion is named because Triton's default for it changes in 3.10."""
-    return {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+def warp_options(warps: int) -> dict[str, Any]:
+    """Compile options of every kernel. FP fusion is named because Triton's default for it changes in 3.10."""
+    return {"num_warps": warps, "enable_fp_fusion": True}
+
+
+def launch_options(config: Config) -> dict[str, Any]:
+    """Compile options of a configuration."""
+    return {**warp_options(config.warps), "num_stages": config.stages}
 
 
 def readable(tensor: Tensor) -> Tensor:

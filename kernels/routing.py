@@ -16,7 +16,7 @@ from torch import Tensor
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import SmBudget, architecture
 from tessera_rt.kernels.configs import tile_heights
-from tessera_rt.kernels.operands import Run
+from tessera_rt.kernels.operands import Run, warp_options
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
     histogram_kernel,
@@ -131,7 +131,7 @@ def place(
     before = torch.empty(tiles, experts, dtype=torch.int32, device=ids.device)
     totals = torch.empty(experts, dtype=torch.int32, device=ids.device)
     shape = (total, tiles, experts, top_k, ids.stride(0), ids.stride(1))
-    shared: dict[str, object] = {"TRACE": trace is not None, "num_warps": 4}
+    shared: dict[str, object] = {"TRACE": trace is not None, **warp_options(4)}
     grid, places = run.grid(histogram_kernel, ids.device, tiles)
     histogram_kernel[grid](ids, before, places, *shape, BLOCK=PLACE_BLOCK, BLOCK_E=32, **shared)
     grid, places = run.grid(tile_scan_kernel, ids.device, triton.cdiv(experts, 32))
@@ -214,7 +214,7 @@ def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None 
     grid, places = Run(trace=trace).grid(tile_table_kernel, offsets.device, 1)
     tile_table_kernel[grid](
         offsets, entries, count, places, experts,
-        BLOCK_M=block_m, BLOCK_E=block_e, TRACE=trace is not None, num_warps=4,
+        BLOCK_M=block_m, BLOCK_E=block_e, TRACE=trace is not None, **warp_options(4),
     )  # fmt: skip
     return TileTable(block_m, entries, count)
 
@@ -244,7 +244,7 @@ def _rule_options(rule: RouterRule, experts: int) -> dict[str, object]:
         "BLOCK_T": BLOCK_T,
         "BLOCK_E": block_e,
         "BLOCK_K": triton.next_power_of_2(rule.top_k),
-        "num_warps": topk_warps(block_e),
+        **warp_options(topk_warps(block_e)),
     }
 
 

@@ -21,6 +21,7 @@ from tessera_rt.kernels.operands import (
     launch_options,
     readable,
     shape_problem,
+    warp_options,
     weight_view,
 )
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
@@ -115,7 +116,7 @@ def zero_rows_behind(tensor: Tensor, rows: ExpertRows, run: Run = DEFAULT_RUN) -
     grid, trace = run.grid(zero_tail_kernel, tensor.device, triton.cdiv(rows.rows, 32))
     zero_tail_kernel[grid](
         tensor, rows.offsets[-1:], trace, rows.rows, tensor.shape[1],
-        BLOCK_M=32, BLOCK_N=128, TRACE=trace is not None, num_warps=8,
+        BLOCK_M=32, BLOCK_N=128, TRACE=trace is not None, **warp_options(8),
     )  # fmt: skip
 
 

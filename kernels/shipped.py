@@ -30,7 +30,7 @@ from tessera_rt.kernels.launch import (
     ragged_like,
     tensor_like,
 )
-from tessera_rt.kernels.operands import launch_options
+from tessera_rt.kernels.operands import launch_options, warp_options
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
 from tessera_rt.kernels.routing_kernels import (
     histogram_kernel,
@@ -188,7 +188,7 @@ def _wgrad_launches(shape: ExpertShape, choice: Choice, config: Config, _gate: G
 def _row_kernels(shape: ExpertShape, dtype: str) -> Iterator[Launch]:
     x, ints, floats = tensor_like(dtype), tensor_like("int32"), tensor_like("float32")
     h, k, block_h = shape.hidden, shape.top_k, gather_sum_module.BLOCK_H
-    blocks = {"BLOCK_H": block_h, "TRACE": False, "num_warps": gather_sum_module.WARPS}
+    blocks = {"BLOCK_H": block_h, "TRACE": False, **warp_options(gather_sum_module.WARPS)}
     yield kernel_launch(
         shape.name, dtype, f"H {h}", gather_sum_kernel, (x, ints, floats, x, None, 8192, h, h, 1),
         {"TOP_K": k, "HAS_WEIGHTS": True, "BLOCK_T": gather_sum_module.BLOCK_T, **blocks},
@@ -200,13 +200,13 @@ def _row_kernels(shape: ExpertShape, dtype: str) -> Iterator[Launch]:
     )  # fmt: skip
     yield kernel_launch(
         shape.name, dtype, f"N {h}", bias_gradient_kernel, (x, floats, ints, None, shape.local_experts, h, h, 1),
-        {"BLOCK_R": 64, "BLOCK_N": 64, "ACCUMULATE": True, "TRACE": False, "num_warps": 4},
+        {"BLOCK_R": 64, "BLOCK_N": 64, "ACCUMULATE": True, "TRACE": False, **warp_options(4)},
     )  # fmt: skip
     for traced in (False, True):  # the trace itself must compile
         yield kernel_launch(
             shape.name, dtype, f"N {h}{' traced' if traced else ''}", zero_tail_kernel,
             (x, ints, ints if traced else None, shape.rows, h),
-            {"BLOCK_M": 32, "BLOCK_N": 128, "TRACE": traced, "num_warps": 8},
+            {"BLOCK_M": 32, "BLOCK_N": 128, "TRACE": traced, **warp_options(8)},
         )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
     rule = {
         "EXPERTS": e, "TOP_K": k, "SIGMOID": sigmoid, "AFTER_TOPK": after, "RENORMALIZE": not after,
         "BLOCK_T": routing.BLOCK_T, "BLOCK_E": block_e, "BLOCK_K": triton.next_power_of_2(k), "TRACE": False,
-        "num_warps": routing.topk_warps(block_e),
+        **warp_options(routing.topk_warps(block_e)),
     }  # fmt: skip
     forward = {
         "GROUPS": groups, "KEEP": max(groups // 2, 1), "TOP2": True, "BY_LOGITS": not sigmoid, "HAS_BIAS": sigmoid,
@@ -237,13 +237,13 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
         (floats, floats, ints, floats, None, tokens, k, 1, e, 1, 1e-20, 2.5), rule,
     )  # fmt: skip
     flat = (total, tiles, e, k, k, 1)
-    place_block = {"BLOCK": routing.PLACE_BLOCK, "TRACE": False, "num_warps": 4}
+    place_block = {"BLOCK": routing.PLACE_BLOCK, "TRACE": False, **warp_options(4)}
     yield kernel_launch(
         shape.name, "int32", sizes, histogram_kernel, (ints, ints, None, *flat), place_block | {"BLOCK_E": 32}
     )
-    scan = {"BLOCK_T": 64, "BLOCK_E": 32, "TRACE": False, "num_warps": 4}
+    scan = {"BLOCK_T": 64, "BLOCK_E": 32, "TRACE": False, **warp_options(4)}
     yield kernel_launch(shape.name, "int32", sizes, tile_scan_kernel, (ints, ints, None, tiles, e), scan)
-    row = {"BLOCK_E": block_e, "TRACE": False, "num_warps": 4}
+    row = {"BLOCK_E": block_e, "TRACE": False, **warp_options(4)}
     yield kernel_launch(shape.name, "int32", sizes, offsets_kernel, (ints, ints, None, e), row)
     yield kernel_launch(
         shape.name, "int32", sizes, place_kernel, (ints, ints, ints, ints, ints, None, *flat), place_block
@@ -253,7 +253,7 @@ def _routing(shape: ExpertShape) -> Iterator[Launch]:
     )
     yield kernel_launch(
         shape.name, "float32", sizes, router_weight_gradient_kernel, (floats, ints, floats, None, total, 12),
-        {"BLOCK": 128, "BLOCK_N": 16, "TRACE": False, "num_warps": 4},
+        {"BLOCK": 128, "BLOCK_N": 16, "TRACE": False, **warp_options(4)},
     )  # fmt: skip
 
 

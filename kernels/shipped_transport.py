@@ -14,7 +14,7 @@ from tessera_rt.kernels.transport import (
     BLOCK_H,
     COUNT_BLOCK,
     COUNT_WARPS,
-    DEFAULT_POLLS,
+    POLLS_CUDA,
     REACH_BLOCK,
     REACH_WARPS,
     UNDER_WAY,
@@ -76,7 +76,7 @@ def _counting(shape: ExpertShape, traffic: Traffic) -> Iterator[Launch]:
 
     for lag in (0, UNDER_WAY):
         yield launch(
-            wait_kernel, (ints, ints, ints, None, traffic.world, DEFAULT_POLLS, 3),
+            wait_kernel, (ints, ints, ints, None, traffic.world, POLLS_CUDA, 3),
             {"LAG": lag, "TRACE": False, "num_warps": 1},
         )  # fmt: skip
     yield launch(reach_kernel, (ints, ints, None, units, traffic.world, e, local), reach)

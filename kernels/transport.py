@@ -46,7 +46,9 @@ from tessera_rt.kernels.transport_signal_kernels import wait_kernel
 BLOCK, BLOCK_H, WARPS = 8, 512, 8  # rows and columns of a tile: a warp has a row of 512
 COUNT_BLOCK, COUNT_WARPS = 128, 4
 REACH_BLOCK, REACH_WARPS = 64, 8
-DEFAULT_POLLS = 20_000_000  # of a flag in local memory, about a microsecond each on a GPU
+# Looks at a flag in local memory: some minutes, because ranks may still compile. About a microsecond each on a GPU
+# (an estimate), a tenth of a millisecond and more where kernels are interpreted.
+POLLS_CUDA, POLLS_INTERPRETED = 200_000_000, 500_000
 UNDER_WAY = 2  # calls per channel: memory is double-buffered
 
 
@@ -72,30 +74,31 @@ class PeerTransport:
 
     ``allocator``: makes the peer memory; the constructor is a collective call. ``run``: the SM budget, whose
     communication SMs bound every grid (all SMs if there are none), and a trace.
-    ``polls``: how often a wait looks at its flags before it gives up. Raises SpecError.
+    ``polls``: how often a wait looks at its flags before it gives up, 0 for some minutes. Raises SpecError.
     """
 
-    def __init__(
-        self, traffic: Traffic, allocator: PeerAllocator, *, run: Run = DEFAULT_RUN, polls: int = DEFAULT_POLLS
-    ) -> None:
+    def __init__(self, traffic: Traffic, allocator: PeerAllocator, *, run: Run = DEFAULT_RUN, polls: int = 0) -> None:
         problems = []
         if allocator.world != traffic.world:
             problems.append(Problem("world", traffic.world, f"{allocator.world}, the allocator's"))
-        if not 0 < polls < 1 << 31:
-            problems.append(Problem("polls", polls, "from 1 to 2^31 - 1"))
+        if traffic.dtype == torch.float64:
+            problems.append(Problem("dtype", str(traffic.dtype), "bfloat16, float16 or float32 over peer memory"))
+        if not 0 <= polls < 1 << 31:
+            problems.append(Problem("polls", polls, "from 1 to 2^31 - 1, or 0 for some minutes"))
         if problems:
             raise SpecError.of("peer transport", problems)
         self.traffic, self.rank, self.world = traffic, allocator.rank, allocator.world
-        self._polls = polls
         self._layout = Layout.of(traffic)
         self._memory = allocator.allocate(self._layout.total)
         self.device = self._memory.local.device
         self._run = communication_run(run, self.device)
+        self._polls = polls or (POLLS_CUDA if self.device.type == "cuda" else POLLS_INTERPRETED)
         flags = (len(Channel), self.world)
         self._ready = self._memory.view(self._layout.ready, flags, torch.int32)
         self._free = self._memory.view(self._layout.free, flags, torch.int32)
-        # Per channel: epoch of the newest put, epoch of the newest take, programs that have arrived at each.
-        self._counters = torch.zeros(len(Channel), 4, dtype=torch.int32, device=self.device)
+        # Per channel: epoch of the newest put, epoch of the newest take, programs that have arrived at each. Four
+        # integers apart, so that addresses are multiples of 16 bytes as in the code that is compiled offline.
+        self._counters = torch.zeros(len(Channel), 4, 4, dtype=torch.int32, device=self.device)
         self._words = torch.zeros(8, dtype=torch.int32, device=self.device)
         self._begun, self._done = [0] * len(Channel), [0] * len(Channel)
         self._block_w = max(triton.next_power_of_2(self.world), 2)
@@ -123,8 +126,8 @@ class PeerTransport:
         number = self._begin(channel)
         grid, places, traced = self._grid(counts_put_kernel, self.world)
         counts_put_kernel[grid](
-            self._memory.bases, of_experts, of_ranks, self._counters[channel, 0], self._words,
-            self._counters[channel, 2], places, layout.counts.start, layout.counts.size, *slab,
+            self._memory.bases, of_experts, of_ranks, self._counters[channel, 0, 0], self._words,
+            self._counters[channel, 2, 0], places, layout.counts.start, layout.counts.size, *slab,
             BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, num_warps=COUNT_WARPS, **traced,
         )  # fmt: skip
         return Issued(lambda: self._placed(number, tokens, ids, before))
@@ -174,7 +177,7 @@ class PeerTransport:
         returns_put_kernel[grid](
             self._memory.bases, y, position.contiguous(), received.ids, received.origin, received.weights,
             None if router_gradient is None else router_gradient.contiguous(), received.placement.incoming,
-            self._counters[channel, 0], self._words, self._counters[channel, 2], places, self.rank, self.world,
+            self._counters[channel, 0, 0], self._words, self._counters[channel, 2, 0], places, self.rank, self.world,
             traffic.hidden, y.stride(0), traffic.row_stride, returned.start, returned.size, gradients.start,
             gradients.size, self._ready_flag(channel),
             J=traffic.choices, REDUCED=reduced, HAS_WEIGHTS=weighted and reduced,
@@ -264,9 +267,10 @@ class PeerTransport:
         first, incoming = self._ints(self.world), self._ints(1)
         grid, places, traced = self._grid(counts_take_kernel, 1)
         counts_take_kernel[grid](
-            self._memory.bases, self._local(layout.counts, torch.int32), self._counters[channel, 1], self._words,
-            self._counters[channel, 3], counts, first, incoming, places, layout.counts.size, self._free_flag(channel),
-            self.rank, self.world, traffic.experts, traffic.units_received, traffic.rows,
+            self._memory.bases, self._local(layout.counts, torch.int32), self._counters[channel, 1, 0], self._words,
+            self._counters[channel, 3, 0], counts, first, incoming, places,
+            layout.counts.size, self._free_flag(channel), self.rank, self.world, traffic.experts,
+            traffic.units_received, traffic.rows,
             BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, num_warps=COUNT_WARPS, **traced,
         )  # fmt: skip
         units = ids.shape[0]
@@ -286,8 +290,8 @@ class PeerTransport:
         tasks = triton.cdiv(units, BLOCK) * triton.cdiv(traffic.hidden, block_h)
         grid, places, traced = self._grid(rows_put_kernel, tasks)
         rows_put_kernel[grid](
-            self._memory.bases, x, placement.slots, placement.ids, weights, self._counters[channel, 0], self._words,
-            self._counters[channel, 2], places, self.rank, self.world, units, traffic.hidden, x.stride(0),
+            self._memory.bases, x, placement.slots, placement.ids, weights, self._counters[channel, 0, 0], self._words,
+            self._counters[channel, 2, 0], places, self.rank, self.world, units, traffic.hidden, x.stride(0),
             traffic.units_per_token, traffic.row_stride, layout.rows.start, layout.rows.size, layout.origin.start,
             layout.origin.size, layout.ids.start, layout.ids.size, layout.weights.start, layout.weights.size,
             self._ready_flag(channel),
@@ -315,7 +319,7 @@ class PeerTransport:
         rows_take_kernel[grid](
             self._memory.bases, self._local(layout.rows, traffic.dtype), self._local(layout.origin, torch.int32),
             self._local(layout.ids, torch.int32), self._local(layout.weights, torch.float32),
-            self._counters[channel, 1], self._words, self._counters[channel, 3], placement.incoming,
+            self._counters[channel, 1, 0], self._words, self._counters[channel, 3, 0], placement.incoming,
             out, *(meta or (None, None, None)), places, self.rank, self.world, traffic.units_received, traffic.hidden,
             traffic.row_stride, traffic.local_experts, layout.rows.size, layout.origin.size, layout.ids.size,
             layout.weights.size, self._free_flag(channel),
@@ -338,7 +342,7 @@ class PeerTransport:
         returns_take_kernel[grid](
             self._memory.bases, self._local(layout.returned, traffic.dtype),
             self._local(layout.gradients, torch.float32), sent, placement.home, weights,
-            self._counters[channel, 1], self._words, self._counters[channel, 3], out, out_gradient, places,
+            self._counters[channel, 1, 0], self._words, self._counters[channel, 3, 0], out, out_gradient, places,
             self.rank, self.world, tokens, traffic.hidden, traffic.row_stride, layout.returned.size,
             layout.gradients.size, self._free_flag(channel),
             PARTS=traffic.parts, TOP_K=traffic.top_k, HAS_WEIGHTS=weights is not None, HAS_GRADIENT=gradient,
@@ -369,7 +373,7 @@ class PeerTransport:
     def _wait(self, channel: Channel, side: int, flags: Tensor, lag: int) -> None:
         grid, places, traced = self._grid(wait_kernel, 1)
         wait_kernel[grid](
-            self._counters[channel, side], flags[channel], self._words, places, self.world, self._polls,
+            self._counters[channel, side, 0], flags[channel], self._words, places, self.world, self._polls,
             _phase(channel, side), LAG=lag, num_warps=1, **traced,
         )  # fmt: skip
 

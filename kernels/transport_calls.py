@@ -30,8 +30,8 @@ class Received(Generic[P]):
     """Units that came for this rank's experts: R rows, of which some may be nobody's.
 
     ``x`` [R, H], whose rows of nobody hold anything; ``ids`` [R, J] int32, local, -1 where there is nothing to do;
-    ``weights`` [R, J] fp32. ``sent_weights`` [T, K] fp32: those of this rank's own tokens. ``origin`` [R, 2] int32:
-    each unit's source rank and number there, where the way back does not follow from the order.
+    ``weights`` [R, J] fp32 (float64 with it). ``sent_weights`` [T, K]: those of this rank's own tokens. ``origin``
+    [R, 2] int32: each unit's source rank and number there, where the way back does not follow from the order.
     """
 
     placement: P

@@ -14,7 +14,7 @@ import torch
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.options import MAX_EXPERTS
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ALIGNMENT = 256  # bytes; every region starts at a multiple
 _ROW_ELEMENTS = 16  # rows are padded to a multiple: 16-byte accesses for every dtype
 
@@ -79,7 +79,7 @@ class Traffic:
         if not problems and self.experts // self.world > MAX_EXPERTS:
             problems.append(Problem("experts", self.experts, f"at most {MAX_EXPERTS} on each of {self.world} ranks"))
         if self.dtype not in DTYPES:
-            problems.append(Problem("dtype", str(self.dtype), "bfloat16, float16 or float32"))
+            problems.append(Problem("dtype", str(self.dtype), "bfloat16, float16, float32 or float64"))
         if self.dispatch is Dispatch.ROWS and self.combine is Combine.REDUCED:
             remedy = "a row per choice has nothing to reduce; dispatch tokens"
             problems.append(Problem("combine", str(self.combine), "rows with dispatch = rows", remedy))
@@ -89,11 +89,17 @@ class Traffic:
                 for name, count in (
                     ("received units x their choices", self.units_received * self.choices),
                     ("rows that return to a rank", self.returned),
+                    ("choices of a rank", self.tokens * self.top_k),
                 )
                 if count >= 1 << 31
             ]
         if problems:
             raise SpecError.of("expert-parallel traffic", problems)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the router's weights and their gradients: fp32, or float64 with it."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def local_experts(self) -> int:

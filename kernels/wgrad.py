@@ -13,7 +13,15 @@ from torch import Tensor
 from tessera_rt.errors import Problem
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import ragged, width_is_aligned
-from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, launch_options, readable, shape_problem
+from tessera_rt.kernels.operands import (
+    DEFAULT_RUN,
+    Run,
+    check_tensors,
+    launch_options,
+    readable,
+    shape_problem,
+    warp_options,
+)
 from tessera_rt.kernels.routing import ExpertRows
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
@@ -105,7 +113,7 @@ def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bo
     grid, trace = run.grid(bias_gradient_kernel, grad.device, tasks)
     bias_gradient_kernel[grid](
         grad, out, rows.offsets, trace, rows.experts, grad.shape[1], *grad.stride(),
-        BLOCK_R=64, BLOCK_N=64, ACCUMULATE=accumulate, TRACE=trace is not None, num_warps=4,
+        BLOCK_R=64, BLOCK_N=64, ACCUMULATE=accumulate, TRACE=trace is not None, **warp_options(4),
     )  # fmt: skip
     return out
 

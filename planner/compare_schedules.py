@@ -226,7 +226,8 @@ def _compared(schedule: Schedule, setting: Setting, starts: Sequence[Bounds], ev
         held = max(held_chunks(template))
     else:
         if schedule.partition == "tuned":
-            bounds = _tuned(setting, starts, evaluations)
+            # A pool comes after the partition: a line before may have tuned that already.
+            bounds = _tuned(setting, starts, 0 if schedule.w_pool and starts else evaluations)
         else:
             bounds = _bounds(schedule, model, costs, template.stage_ranks)
         if schedule.w_pool:

@@ -5,6 +5,7 @@ Nothing is computed here that the plan and its costs do not already say.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -31,6 +32,18 @@ _STATUS = MappingProxyType(
     }
 )
 """``SolverStatus.status`` in words."""
+_METHODS = MappingProxyType(
+    {
+        "exact": "exact (proven shortest)",
+        "contended": "chosen for compute that communication slows down",
+        "defer": "by +Defer",
+        "align": "by +Align",
+        "fifo": "by FIFO",
+        "megatron": "in Megatron-Core's order",
+        "given": "given",
+    }
+)
+"""``Interleaving.method`` in words."""
 
 
 def stage_rows(plan: Plan, model: ModelSpec, costs: CostTable) -> list[Row]:
@@ -150,7 +163,20 @@ def solver_lines(plan: Plan) -> tuple[str, ...]:
         f"bottleneck: {kind}{where} takes T_dom = {milliseconds(solver.t_dom_ns)} ms; no partition has less than "
         f"{milliseconds(solver.bound_ns)} ms (gap {solver.gap:.1%})",
         f"partition: objective {solver.objective}, {solver.method}, {_STATUS[solver.status]}, {solver.seconds:.1f} s",
+        f"interleavings: {interleaving_line(plan)}",
     )
+
+
+def interleaving_line(plan: Plan) -> str:
+    """How many interleavings are whose, and how far those that are not the proven optimum may be from it."""
+    entries = [entry for entry in plan.interleavings.values() if entry.order]
+    counts = Counter(entry.method for entry in entries)
+    parts = [f"{count} {_METHODS.get(method, method)}" for method, count in sorted(counts.items())]
+    open_ones = [entry for entry in entries if 0 < entry.bound_ns < entry.makespan_ns]
+    if open_ones:
+        gap = max(entry.makespan_ns / entry.bound_ns - 1 for entry in open_ones)
+        parts.append(f"without contention at most {gap:.1%} longer than the proven bound")
+    return ", ".join(parts) or "none"
 
 
 def assumption_lines(plan: Plan) -> tuple[str, ...]:

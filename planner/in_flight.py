@@ -38,7 +38,10 @@ class LiveState:
 
 def live_states(template: Template) -> tuple[tuple[LiveState, ...], ...]:
     """For each rank, the states that no other state of the rank dominates (is at least as large in every entry)."""
-    return tuple(_maximal(_walk(actions, stages_on(template, rank))) for rank, actions in enumerate(template.actions))
+    return tuple(
+        _maximal(state for _, state in walk(actions, stages_on(template, rank)))
+        for rank, actions in enumerate(template.actions)
+    )
 
 
 def stages_on(template: Template, rank: int) -> list[int]:
@@ -46,10 +49,11 @@ def stages_on(template: Template, rank: int) -> list[int]:
     return [stage for stage, owner in enumerate(template.stage_ranks) if owner == rank]
 
 
-def _walk(actions: Iterable[Action], stages: list[int]) -> Iterable[LiveState]:
+def walk(actions: Iterable[Action], stages: list[int]) -> Iterable[tuple[int, LiveState]]:
+    """(place of the action, what is alive during it) through a rank's order; an action of two stages has two states."""
     place = {stage: i for i, stage in enumerate(stages)}
     in_flight, waiting_w = [0] * len(stages), [0] * len(stages)
-    for action in actions:
+    for place_of, action in enumerate(actions):
         forward, backward = [0] * len(stages), [0] * len(stages)
         for part in action.passes:
             i = place[part.stage]
@@ -59,13 +63,14 @@ def _walk(actions: Iterable[Action], stages: list[int]) -> Iterable[LiveState]:
             elif part.kind in (ActionKind.B, ActionKind.I):
                 backward[i] = 1
         for stage in {part.stage for part in action.passes}:
-            yield LiveState(
+            state = LiveState(
                 in_flight=tuple(in_flight),
                 waiting_w=tuple(waiting_w),
                 forward=tuple(forward),
                 backward=tuple(backward),
                 computing=tuple(int(other == stage) for other in stages),
             )
+            yield place_of, state
         for part in action.passes:
             i = place[part.stage]
             if part.kind in (ActionKind.B, ActionKind.I):

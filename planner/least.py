@@ -15,14 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera_rt.planner.baselines import balanced, load_key, memory_balanced
-from tessera_rt.planner.candidates import Bounds, Candidates, candidates, shortest_chunk
+from tessera_rt.planner.candidates import Bounds, Candidates, Range, candidates, ranges, shortest_chunk
 from tessera_rt.planner.chain_dp import Key, chain_partition, improve
 from tessera_rt.planner.edge_costs import EdgeCosts, edge_costs, prune, stage_costs
 from tessera_rt.planner.memory_bound import memory_bound
 from tessera_rt.planner.partition_milp import MinMax, Solver, partition_milp
 from tessera_rt.planner.partition_threshold import partition_threshold
 from tessera_rt.planner.setting import Setting
-from tessera_rt.planner.tables import FORBIDDEN
 
 TIE_EVALUATIONS = 2_000
 """Partitions looked at to break ties: about a second."""
@@ -182,12 +181,23 @@ def _chain(setting: Setting, start: Bounds) -> Found:
         return Found(
             bounds=bounds, method="chain-dp", status=_status(setting.t_dom(bounds), bound, None), bound_ns=bound
         )
-    table = np.full((setting.stages, *setting.serial.shape), FORBIDDEN, dtype=np.int64)
+    # Most ranges cost too much or too little to matter: they keep their lower bounds.
+    table = np.zeros((setting.stages, *setting.serial.shape), dtype=np.int64)
     for edge in setting.edges:
-        least, _ = setting.pairs.stage_limits(edge)
-        for p, q in np.argwhere(np.triu(least <= setting.t_dom(start))).tolist():
-            table[edge.forward, p, q] = setting.pairs.edge(edge, (p, q), (p, q))
-    bounds = balanced(table, ranks, setting.memory, setting.limit) or start
+        table[edge.forward] = np.maximum(table[edge.forward], setting.pairs.stage_limits(edge)[0])
+    costed: set[tuple[int, Range]] = set()
+    while True:
+        bounds = balanced(table, ranks, setting.memory, setting.limit) or start
+        new = [
+            (edge, chunk)
+            for edge in setting.edges
+            if (edge.forward, chunk := ranges(bounds)[edge.forward]) not in costed
+        ]
+        if not new:
+            break
+        for edge, chunk in new:
+            costed.add((edge.forward, chunk))
+            table[(edge.forward, *chunk)] = max(table[(edge.forward, *chunk)], setting.pairs.edge(edge, chunk, chunk))
     t_dom = setting.t_dom(bounds)
     bound = t_dom if setting.one_stage_a_rank or not setting.limit else t_dom_bound(setting)
     return Found(bounds=bounds, method="chain-dp", status=_status(t_dom, bound, None), bound_ns=bound)

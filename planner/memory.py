@@ -150,9 +150,16 @@ class MemoryModel:
 
     def _rank(self, rank: int, chunks: Sequence[Range], limit: int) -> RankMemory:
         held = [chunks[s] for s in self._stages_on[rank]]
+        return self._parts(rank, held, self.states[rank][int(self._moments(rank, tuple(held)).argmax())], limit)
+
+    def at(self, rank: int, state: LiveState, bounds: Bounds) -> RankMemory:
+        """The memory of a rank at one moment of its order, taken apart."""
+        chunks = ranges(bounds)
+        return self._parts(rank, [chunks[s] for s in self._stages_on[rank]], state, 0)
+
+    def _parts(self, rank: int, held: Sequence[Range], state: LiveState, limit: int) -> RankMemory:
         extra = max(0, sum(int(self._uses[q] - self._uses[p]) for p, q in held) - 1)
         activations = pending = working = 0
-        state = self.states[rank][int(self._moments(rank, tuple(held)).argmax())]
         for i, (p, q) in enumerate(held):
             activations += state.in_flight[i] * int(self._activations[q] - self._activations[p])
             pending += state.waiting_w[i] * int(self._pending[q] - self._pending[p])
@@ -167,7 +174,8 @@ class MemoryModel:
             - extra * self._table_optimizer,
             activations=activations,
             pending_w=pending,
-            buffers=working + sum(self._messages(s, *chunks[s]) for s in self._stages_on[rank]),
+            buffers=working
+            + sum(self._messages(s, *chunk) for s, chunk in zip(self._stages_on[rank], held, strict=True)),
             limit=limit,
         )
 

@@ -28,6 +28,9 @@ from tessera_rt.tasks import Pass, Resource, TaskGraph
 STATES_PER_PAIR = 50_000
 """Where the exact search of a pair stops: about 50 ms, since a plan looks at hundreds of pairs. Released models' pairs
 of up to eight layers in all need fewer."""
+STATES_PER_LONG_PAIR = 5_000
+"""The same for pairs of more tasks than MOST_TASKS, which are rarely proven and whose heuristics are close."""
+MOST_TASKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +223,8 @@ class PairCosts:
         if pattern is not None:
             made = complete(pattern, graph, "", method=self.method, comm_sms=sms)
         else:
-            made = interleave(
-                graph, "", method=self.method, comm_sms=sms, contention=contention, max_states=STATES_PER_PAIR
-            )
+            states = STATES_PER_PAIR if len(graph.tasks) <= MOST_TASKS else STATES_PER_LONG_PAIR
+            made = interleave(graph, "", method=self.method, comm_sms=sms, contention=contention, max_states=states)
         _, ends = contended_times(made.order, graph, contention)
         place = {name: i for i, name in enumerate(graph.names)}
         return _Order(

@@ -16,7 +16,7 @@ from tessera_rt.planner.least import Clock, Found, Options, least_memory, least_
 from tessera_rt.planner.setting import Setting
 from tessera_rt.planner.step_tuning import tuned
 
-TUNE_PASSES = 6_000_000
+TUNE_PASSES = 4_000_000
 """Work of tuning a step, in passes simulated: about ten seconds."""
 MOST_EVALUATIONS = 4_000
 """Partitions it looks at however short a step is."""

@@ -59,9 +59,10 @@ class StepClock:
         """The step with the times of all tasks."""
         chunks = ranges(bounds)
         costs = self.pairs.costs
+        numbers = {pairs: pairs.kinds(chunks).tolist() for pairs in (self.pairs, self.alone_pairs) if pairs is not None}
         return self._steps.run(
             self.blocks.blocks,
-            [self._block(action, chunks) for action in self._steps.kinds],
+            [self._block(action, chunks, numbers[self.pairs_of(action)]) for action in self._steps.kinds],
             occupancies(self.stage_ranks, bounds, self._outputs, costs),
             latency_ns=costs.link.latency_ns,
             contention=costs.contention,
@@ -71,10 +72,9 @@ class StepClock:
         """The costs that hold for an action."""
         return self.alone_pairs if self.alone_pairs is not None and alone(action.key) else self.pairs
 
-    def _block(self, action: Action, chunks: Sequence[Range]) -> int:
+    def _block(self, action: Action, chunks: Sequence[Range], numbers: Sequence[int]) -> int:
         pairs = self.pairs_of(action)
-        numbers = pairs.kinds([chunks[part.stage] for part in action.passes]).tolist()
-        key = (pairs is not self.pairs, tuple(zip((part.kind for part in action.passes), numbers, strict=True)))
+        key = (pairs is not self.pairs, tuple((part.kind, numbers[part.stage]) for part in action.passes))
         if key not in self.blocks.numbers:
             graphs = [pairs.graph(part.kind, chunks[part.stage]) for part in action.passes]
             place = {name: i for i, name in enumerate(name for graph in graphs for name in graph.names)}

@@ -9,8 +9,8 @@ where a W may come out again, are before compute tasks that wait
   it takes;
 - for another pipeline rank's message (as many as fit): foreseen is the idle time that the plan has there.
 
-Of the W tasks that take at most ``fit`` times the foreseen wait, the longest goes in; their deadline is the end of the step.
-Only the oldest W of each weight may run, which keeps the order in which gradients are summed. When a rank's
+Of the W tasks that take at most ``fit`` times the foreseen wait, the longest goes in; their deadline is the end of the
+step. Only the oldest W of each weight may run, which keeps the order in which gradients are summed. When a rank's
 remaining work fills the time to the expected end of the step (no slack), the oldest goes into the next slot whether it
 fits or not; what is left at the end of a rank's order runs there. Nothing else moves.
 """
@@ -31,8 +31,8 @@ class BubbleFilling:
     (None: no limit): bounds on the W tasks that wait on a rank and on what they hold.
     """
 
-    fit: float = 2.0
-    pool_tasks: int = 8
+    fit: float = 1.0
+    pool_tasks: int = 32
     pool_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ from tessera_rt.scheduler.draw_spans import (
     summary,
 )
 from tessera_rt.tasks import Pass
-from tessera_rt.timeline import Timeline
+from tessera_rt.timeline import MemorySeries, Timeline
 
 Colour = tuple[float, float, float]
 
@@ -43,6 +43,7 @@ _IDLE, _TEXT, _QUIET = "#f0f0ee", "#222222", "#777777"
 _PAGE_WIDTH = (13.0, 36.0)  # inches, least and most
 _LEFT, _RIGHT = 0.85, 0.35  # inches beside the axes
 _FEW_RANKS = 8
+_MEMORY_HEIGHT = 1.6  # inches
 _RANK_HEIGHT = (0.95, 0.6)  # inches: few ranks, many ranks
 _TEXT_SIZE = (3.6, 6.5)  # points, least and most, of micro-batch numbers
 _DPI = 150
@@ -57,12 +58,16 @@ _HEIGHT = {
 _LIGHTER = {_FORWARDS: 0.0, _BACKWARDS: 0.0, COMP: 0.0, COMM: 0.3, LINK: 0.0}  # how far a row's colours go to white
 
 
-def save_picture(timelines: Timeline | Sequence[Timeline], path: str | pathlib.Path) -> None:
+def save_picture(
+    timelines: Timeline | Sequence[Timeline], path: str | pathlib.Path, memory: Sequence[MemorySeries] = ()
+) -> None:
     """Write a picture of the timelines; the suffix of ``path`` says whether PNG or SVG.
 
     Every rank has a band of rows: forward and backward passes from their first task to their last with the micro-batch
     number, then its lanes: compute, collectives, messages sent. Red in the compute lane is exposed communication, grey
-    is idle; stages of one rank differ in shade. Raises ScheduleError for another suffix or no timeline.
+    is idle; stages of one rank differ in shade. ``memory``: drawn below, a line for each rank.
+
+    Raises ScheduleError for another suffix or no timeline.
     """
     path, chosen = pathlib.Path(path), as_list(timelines)
     problems = []
@@ -74,19 +79,20 @@ def save_picture(timelines: Timeline | Sequence[Timeline], path: str | pathlib.P
         raise ScheduleError.of("picture", problems)
     # Text stays text in SVG, and equal timelines give equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tessera", "font.size": 8.5}):
-        figure = _figure(chosen)
+        figure = _figure(chosen, memory)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
         figure.savefig(path, format=path.suffix.lower()[1:], dpi=_DPI, metadata=metadata)
 
 
-def _figure(timelines: list[Timeline]) -> Figure:
+def _figure(timelines: list[Timeline], memory: Sequence[MemorySeries]) -> Figure:
     step_ms = max(1, *(timeline.step_ns for timeline in timelines)) / 1e6
     ranks = max(timeline.ranks for timeline in timelines)
     width = _page_width(timelines)
     rank_height = _RANK_HEIGHT[0] if ranks <= _FEW_RANKS else _RANK_HEIGHT[1]
     heights = [timeline.ranks * rank_height + 0.05 for timeline in timelines]
     title, axis, legend = 0.42, 0.45, 0.6
-    total = sum(heights) + title * len(timelines) + axis + legend
+    below = _MEMORY_HEIGHT + title if memory else 0.0
+    total = sum(heights) + title * len(timelines) + below + axis + legend
     figure = Figure(figsize=(width, total), facecolor="white")
     FigureCanvasAgg(figure)
     top = total
@@ -96,14 +102,37 @@ def _figure(timelines: list[Timeline]) -> Figure:
         axes = figure.add_axes((_LEFT / width, top / total, inner / width, height / total))
         axes.set_xlim(0, step_ms)
         _Panel(timeline, axes, inner / step_ms).draw()
-        if number < len(timelines) - 1:
+        if number < len(timelines) - 1 or memory:
             axes.tick_params(axis="x", labelbottom=False)
         else:
             axes.set_xlabel("time (ms)", color=_TEXT)
+    if memory:
+        inner = (width - _LEFT - _RIGHT) / width
+        panel = figure.add_axes((_LEFT / width, (top - below) / total, inner, _MEMORY_HEIGHT / total))
+        _draw_memory(panel, memory, step_ms)
     legend_place = (0.5, 0.22 / total)
     figure.legend(handles=_legend(timelines), loc="lower center", ncols=6, frameon=False, bbox_to_anchor=legend_place)
     figure.text(0.5, 0.12 / total, _rows_text(timelines), ha="center", color=_QUIET)
     return figure
+
+
+def _draw_memory(axes: Axes, memory: Sequence[MemorySeries], step_ms: float) -> None:
+    """Planned bytes over the step, one line a rank, darker for earlier ranks."""
+    for series in memory:
+        shade = _lighter(_COLOURS[Pass.F], 0.75 * series.rank / max(len(memory), 1))
+        times = [*(start / 1e6 for start in series.starts_ns), step_ms]
+        values = [size / 2**30 for size in series.bytes]
+        axes.step(times, [*values, *values[-1:]], where="post", color=shade, linewidth=1.0)
+    axes.set_xlim(0, step_ms)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("time (ms)", color=_TEXT)
+    axes.tick_params(color=_QUIET, labelcolor=_TEXT)
+    peak = max(memory, key=lambda series: series.peak_bytes)
+    axes.set_title("planned memory (GiB), a line a rank, rank 0 darkest", loc="left", fontweight="bold", color=_TEXT, pad=5)
+    text = f"peak {peak.peak_bytes / 2**30:.1f} GiB on rank {peak.rank}"
+    axes.set_title(text, loc="right", fontsize=8.5, color=_TEXT, pad=5)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _page_width(timelines: list[Timeline]) -> float:

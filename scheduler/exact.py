@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera_rt.plan import Interleaving
-from tessera_rt.scheduler.exact_kernel import search
+from tessera_rt.scheduler.exact_kernel import longest_paths, search
 from tessera_rt.scheduler.lane_graph import COMP, LaneGraph
 from tessera_rt.scheduler.list_schedule import interleaving
 from tessera_rt.tasks import TaskGraph
@@ -110,13 +110,17 @@ def _search(lanes: LaneGraph, bound: int, upper: int, max_states: int) -> _Found
         before.append(set(own).union(*(before[dep] for dep in own)))
     words = max(1, -(-len(backbone) // 64))
     steps = np.zeros(count, dtype=np.int64)
+    ns, lane, tail = (
+        np.array([values[i] for i in backbone], dtype=np.int64) for values in (lanes.ns, lanes.lane, lanes.tail)
+    )
+    needs = _bits(deps, words)
     length, proven, states, taken = search(
-        np.array([lanes.ns[i] for i in backbone], dtype=np.int64),
-        np.array([lanes.lane[i] for i in backbone], dtype=np.int64),
-        np.array([lanes.tail[i] for i in backbone], dtype=np.int64),
-        _bits(deps, words),
+        ns,
+        lane,
+        tail,
+        needs,
         _bits(before, words),
-        _paths(lanes, backbone),
+        longest_paths(ns, lane, needs),
         np.array(leaf_ns, dtype=np.int64),
         np.array([leaf_ns.index(lanes.ns[i]) for i in leaves], dtype=np.int64),
         _bits([[place[dep] for dep in lanes.deps[i]] for i in leaves], words),
@@ -136,22 +140,6 @@ def _bits(members: Sequence[Sequence[int] | set[int]], words: int) -> npt.NDArra
         for j in own:
             masks[i, j // 64] |= np.uint64(1 << j % 64)
     return masks
-
-
-def _paths(lanes: LaneGraph, backbone: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[i, j]: ns of the longest chain from the start of j to that of i over tasks of the other lane; -1: none."""
-    place = {task: i for i, task in enumerate(backbone)}
-    paths = np.full((len(backbone), len(backbone)), -1, dtype=np.int64)
-    for i, task in enumerate(backbone):
-        paths[i, i] = 0
-        for j in reversed(range(i)):
-            other = backbone[j]
-            if lanes.lane[other] != lanes.lane[task]:
-                after = [paths[i, place[f]] for f in lanes.followers[other] if f in place and place[f] <= i]
-                longest = max(after, default=-1)
-                if longest >= 0:
-                    paths[i, j] = lanes.ns[other] + longest
-    return paths
 
 
 def _order(

@@ -169,6 +169,22 @@ def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, 
 
 
 @_jit
+def longest_paths(ns, lane, needs):  # type: ignore[no-untyped-def]
+    """[i, j]: ns of the longest chain from the start of j to that of i over tasks of the other lane; -1: none."""
+    n = ns.shape[0]
+    paths = np.full((n, n), -1, dtype=np.int64)
+    for i in range(n):
+        paths[i, i] = 0
+        for j in range(i - 1, -1, -1):
+            if lane[j] == lane[i]:
+                continue
+            for f in range(j + 1, i + 1):  # the task behind j on such a chain
+                if paths[i, f] >= 0 and ns[j] + paths[i, f] > paths[i, j] and _has(needs[f], j):
+                    paths[i, j] = ns[j] + paths[i, f]
+    return paths
+
+
+@_jit
 def _bound(pool, base, times, leaf_left, free_leaf):  # type: ignore[no-untyped-def]
     """Least length of all schedules from here on. Raises a lane's free time to when its first task can be ready."""
     at = base + pool[base + _AT_HEADS]

@@ -1,8 +1,8 @@
 """Times of thousands of replicas of one step, compiled: the loop behind ``replicas.py``.
 
-A replica is one expert-parallel group of every pipeline rank: its ranks (*lanes*) are pipelines side by side, coupled by
-collectives, which start when the last of the group is ready and last as long as the slowest needs. Replicas do not wait
-for one another within a step. Rules of timing: ``simulate.py``; of filling: ``bubble_filling.py``. Integer ns.
+A replica is one expert-parallel group of every pipeline rank: its ranks (*lanes*) are pipelines side by side, coupled
+by collectives, which start when the last of the group is ready and last as long as the slowest needs. Replicas do not
+wait for one another within a step. Rules of timing: ``simulate.py``; of filling: ``bubble_filling.py``. Integer ns.
 
 All of it is in this one file, since numba's cache on disk looks at nothing but the file of the function that is called.
 """
@@ -66,7 +66,7 @@ def jitter_factor(noise, op, stream):  # type: ignore[no-untyped-def]
     return noise.factors[np.int64(x >> np.uint64(52))]
 
 
-@jit
+@inline
 def set_durations(op, ns, shares, replica, row, noise, durations):  # type: ignore[no-untyped-def]
     """``shares`` [replicas, rows, lanes] scales ``ns`` by its entry ``row``; not if that is below 0."""
     lanes = durations.expected.shape[0]
@@ -121,7 +121,7 @@ def advance(begin, ns, stretch, starts, ends, count, first):  # type: ignore[no-
 @jit
 def idle_before(time, state, rank, lane):  # type: ignore[no-untyped-def]
     """Time before ``time`` in which neither compute nor a collective ran."""
-    i, count = state.first[rank, lane], state.count[rank]
+    i, count = state.first[rank, lane], state.intervals[rank]
     while i < count and state.ends[rank, i] <= time:
         i += 1
     active = state.before[rank, i]
@@ -130,13 +130,13 @@ def idle_before(time, state, rank, lane):  # type: ignore[no-untyped-def]
     return time - state.busy[rank, lane] - active + state.beside[rank, lane]
 
 
-@jit
+@inline
 def collective(op, begin, end, state, rank, pass_out, record):  # type: ignore[no-untyped-def]
     """A collective runs on all lanes."""
     if end > begin:
         if begin < state.free[rank].max():
             state.late[rank] += 1
-        n = state.count[rank]
+        n = state.intervals[rank]
         if n and state.ends[rank, n - 1] == begin:
             n -= 1
             for lane in range(state.free.shape[1]):
@@ -145,7 +145,7 @@ def collective(op, begin, end, state, rank, pass_out, record):  # type: ignore[n
             state.starts[rank, n] = begin
         state.ends[rank, n] = end
         state.before[rank, n + 1] = state.before[rank, n] + end - state.starts[rank, n]
-        state.count[rank] = n + 1
+        state.intervals[rank] = n + 1
     if pass_out >= 0:
         for lane in range(state.free.shape[1]):
             state.output[pass_out, lane] = max(state.output[pass_out, lane], end)
@@ -153,11 +153,11 @@ def collective(op, begin, end, state, rank, pass_out, record):  # type: ignore[n
         record.starts[op], record.ends[op] = begin, end
 
 
-@jit
+@inline
 def compute(op, phase, ready, pass_in, pass_out, durations, stretch, state, rank, record):  # type: ignore[no-untyped-def]
     """Runs a compute task on every lane and returns the latest end."""
     free, busy, beside, first = state.free[rank], state.busy[rank], state.beside[rank], state.first[rank]
-    starts, ends, count = state.starts[rank], state.ends[rank], state.count[rank]
+    starts, ends, count = state.starts[rank], state.ends[rank], state.intervals[rank]
     latest, last_begin, last_ns = np.int64(0), np.int64(-1), np.int64(-1)
     end = side = now_first = np.int64(0)
     for lane in range(free.shape[0]):
@@ -215,7 +215,7 @@ def run_pooled(at, stretch, pools, state, rank, lane, record):  # type: ignore[n
     now = state.free[rank, lane]
     starts, ends = state.starts[rank], state.ends[rank]
     end, side, state.first[rank, lane] = advance(
-        now, ns, stretch, starts, ends, state.count[rank], state.first[rank, lane]
+        now, ns, stretch, starts, ends, state.intervals[rank], state.first[rank, lane]
     )
     if lane == record.lane:
         record.starts[which], record.ends[which] = now, end
@@ -231,7 +231,7 @@ def run_pooled(at, stretch, pools, state, rank, lane, record):  # type: ignore[n
     return end - now
 
 
-@jit
+@inline
 def fill_slot(for_collective, foreseen, pass_in, left, filling, stretch, pools, state, rank, record):  # type: ignore[no-untyped-def]
     """W tasks into the wait before a compute task: one if for a collective that ends at ``foreseen`` by profile and
     counts, as many as fit if for another rank, where the plan's idle time is the window. ``left``: compute planned from
@@ -254,7 +254,7 @@ def fill_slot(for_collective, foreseen, pass_in, left, filling, stretch, pools, 
                 break
 
 
-@jit
+@inline
 def defer(op, weight, size, planned_gap, durations, filling, stretch, pools, state, rank, record):  # type: ignore[no-untyped-def]
     """A W task of ``size`` bytes goes to the pools; if one of them is full, the oldest W of this weight runs in place
     on every lane."""
@@ -285,7 +285,7 @@ def defer(op, weight, size, planned_gap, durations, filling, stretch, pools, sta
         state.statistics[rank, lane, POOL_PEAK] = peak
 
 
-@jit
+@inline
 def drain(stretch, pools, state, rank, record):  # type: ignore[no-untyped-def]
     """Behind a rank's last task all W tasks that are left run, in order. Returns the latest end."""
     for lane in range(state.free.shape[1]):
@@ -302,15 +302,12 @@ def _scaled(ns, factor):  # type: ignore[no-untyped-def]
 
 @jit
 def _new_state(ranks, lanes, passes, intervals, statistics, late):  # type: ignore[no-untyped-def]
-    def zeros() -> np.ndarray:
-        return np.zeros((ranks, lanes), np.int64)
-
     return State(
-        zeros(),
-        zeros(),
-        zeros(),
+        np.zeros((ranks, lanes), np.int64),
+        np.zeros((ranks, lanes), np.int64),
+        np.zeros((ranks, lanes), np.int64),
         np.zeros((ranks, lanes, 2), np.int64),
-        zeros(),
+        np.zeros((ranks, lanes), np.int64),
         np.zeros((ranks, intervals), np.int64),
         np.zeros((ranks, intervals), np.int64),
         np.zeros((ranks, intervals + 1), np.int64),
@@ -335,7 +332,7 @@ def _new_pools(ranks, lanes, filling):  # type: ignore[no-untyped-def]
     )
 
 
-@jit
+@inline
 def _output(row, state):  # type: ignore[no-untyped-def]
     """The output of a pass exists: its own backward, and the next pass on the same rank, may use it."""
     made, target, own = row[PASS_OUT], row[PASS_IN], row[OWN]
@@ -348,7 +345,7 @@ def _output(row, state):  # type: ignore[no-untyped-def]
             state.arrival[target, lane] = max(state.arrival[target, lane], state.output[made, lane])
 
 
-@jit
+@inline
 def _send(op, row, occupied, latency, edge_free, state, record):  # type: ignore[no-untyped-def]
     """A message on every lane; returns the latest arrival."""
     made, target, edge = row[PASS_OUT], row[PASS_IN], row[EDGE]
@@ -366,9 +363,9 @@ def _send(op, row, occupied, latency, edge_free, state, record):  # type: ignore
 
 
 @jit
-def run_replicas(
+def run_replicas(  # type: ignore[no-untyped-def]
     ops, deps, sizes, stretch, scale, work, traffic, noise, filling, record, steps, statistics, collective_ns, late
-):  # type: ignore[no-untyped-def]
+):
     """Fills ``steps`` [replicas], ``statistics`` [replicas, ranks, lanes, STATISTICS], ``collective_ns`` [replicas,
     ranks] (time of collectives), ``late`` [ranks] and ``record``.
 
@@ -449,7 +446,7 @@ def run_replicas(
                 length = max(length, drain(stretch, pools, state, rank, recorded))
         steps[replica] = length
         for rank in range(sizes.ranks):
-            total = state.before[rank, state.count[rank]]
+            total = state.before[rank, state.intervals[rank]]
             collective_ns[replica, rank] = total
             for lane in range(lanes):
                 state.statistics[rank, lane, BUSY] = state.busy[rank, lane]

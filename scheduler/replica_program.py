@@ -38,7 +38,7 @@ from tessera_rt.scheduler.simulate_run import run_program
 from tessera_rt.tasks import Pass, Resource, Task, TaskKind
 
 LINK = "LINK"
-KINDS: tuple[str, ...] = (*TaskKind, LINK)
+KINDS: tuple[str, ...] = (*map(str, TaskKind), LINK)
 """What durations can be scaled by: kinds of task, and messages between ranks."""
 
 
@@ -206,7 +206,7 @@ class _Builder:
         row[C.PASS_IN] = arrivals[0] if arrivals else -1
         row[C.REMOTE] = int(bool(arrivals) and self.program.passes.previous(arrivals[0]) in self.program.edge_of)
         row[C.PASS_OUT] = run.passes[task.sink] if task.sink >= 0 else -1
-        row[C.SCALE] = self.kinds[what.kind]
+        row[C.SCALE] = self.kinds[str(what.kind)]
         row[C.ROWS], row[C.USE] = -1, NO_ROWS
         part = run.action.passes[run.shape.part_of[task.index]]
         if what.label in self.layers and what.kind in (TaskKind.MLP, TaskKind.DISP, TaskKind.COMB):

@@ -77,7 +77,7 @@ class State(NamedTuple):
     starts: Ints  # [ranks, intervals]
     ends: Ints  # [ranks, intervals]
     before: Ints  # [ranks, intervals + 1] collectives before the interval (ns)
-    count: Ints  # [ranks] intervals
+    intervals: Ints  # [ranks] how many
     arrival: Ints  # [passes, lanes] of a pass's input
     output: Ints  # [passes, lanes]
     statistics: Ints  # [ranks, lanes, STATISTICS]

@@ -155,9 +155,9 @@ def simulate_replicas(
     """One step of ``replicas`` replicas with ``ep`` ranks each; ``rows`` says both if given.
 
     ``filling``: W tasks go to idle slots (``bubble_filling.py``); ``deadline_ns``: when the step is expected to end
-    (None: as planned; the mean of the last steps is better where noise makes them longer). ``scales`` [replicas, kinds]: factors on the
-    durations by kind (``replica_program.KINDS``). ``record`` (replica, ep rank): whose timeline to return; a collective
-    stands there from when it starts.
+    (None: as planned; the mean of the last steps is better where noise makes them longer). ``scales`` [replicas,
+    kinds]: factors on the durations by kind (``replica_program.KINDS``). ``record`` (replica, ep rank): whose timeline
+    to return; a collective stands there from when it starts.
 
     Raises ScheduleError for numbers that do not fit together.
     """

@@ -100,6 +100,24 @@ class Timeline:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySeries:
+    """Bytes on one rank over a step: ``bytes[i]`` from ``starts_ns[i]`` on, by named part (weights, gradients, ...)."""
+
+    rank: int
+    starts_ns: tuple[int, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        """All parts together."""
+        return tuple(map(sum, zip(*(values for _, values in self.parts), strict=True)))
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes, default=0)
+
+
 Interval = tuple[int, int]
 
 

@@ -20,7 +20,7 @@ from tessera_rt.kernels.row_gradients import Needs
 from tessera_rt.kernels.transport import PeerTransport
 from tessera_rt.kernels.transport_layout import Combine, Dispatch, Traffic
 from tessera_rt.kernels.weights import NO_MAIN_GRADS, ExpertWeights
-from tessera_rt.moe.expert_parallel_compute import compute_for
+from tessera_rt.moe.expert_parallel import compute_for
 
 WORLD = 4
 FORMS = {

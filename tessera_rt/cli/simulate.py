@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from tessera_rt.cli import context as cli_context
+from tessera_rt.cli import noisy as cli_noisy
 from tessera_rt.cli import tables as cli_tables
 from tessera_rt.cli.context import OVERLAP_OFF, Opened
-from tessera_rt.cli.output import RequestError, Written, console, emit, output_path
+from tessera_rt.cli.output import RequestError, Written, console, emit, existing_file, output_path
 from tessera_rt.cli.plan import (
     Context,
     CostsFile,
@@ -37,9 +38,9 @@ from tessera_rt.cli.schedules import schedule_rows, schedule_table
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import ModelSpec
+from tessera_rt.planner.memory_timeline import memory_series
 from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, terminal_grid
 from tessera_rt.scheduler.simulate import simulate as simulate_plan
-from tessera_rt.timeline import Timeline
 
 SIMULATE_EXAMPLES = """\
 Simulate one step of a plan and draw it: when every task runs, and where the time goes.
@@ -56,7 +57,14 @@ Examples:
 
   tessera simulate mixtral-8x7b --pp 4 --vpp 2 --ep 8 --microbatches 16 --schedules all --picture all.png
 
-The trace opens in https://ui.perfetto.dev.
+  tessera simulate plan.yaml --memory --picture step.png
+
+  tessera simulate plan.yaml --noise 0.2 --dbo --replicas 24
+
+  tessera simulate plan.yaml --sensitivity 20
+
+The trace opens in https://ui.perfetto.dev. With noise, ranks of a group receive unequal numbers of rows; a replica is
+one group of expert-parallel ranks on every pipeline rank, and the picture shows the first rank of the slowest replica.
 """
 
 
@@ -106,11 +114,53 @@ def simulate(
     schedules: Annotated[
         str | None, typer.Option("--schedules", help="all: every schedule instead of a plan, for a model.")
     ] = None,
+    noise: Annotated[
+        float | None, typer.Option("--noise", help="Uneven routing: CV of the rows that an EP group's ranks receive.")
+    ] = None,
+    counts: Annotated[
+        Path | None,
+        typer.Option("--counts", help="Recorded rows [MoE layers, micro-batches, ep, experts] (.json, .npz)."),
+    ] = None,
+    jitter: Annotated[
+        float | None, typer.Option("--jitter", help="Log-normal factors on durations: their standard deviation.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of noise and jitter.")] = 0,
+    dbo: Annotated[bool, typer.Option("--dbo", help="Move weight gradients into idle time, as at run time.")] = False,
+    fit_factor: Annotated[
+        float | None,
+        typer.Option("--fit-factor", help="Longest W for a gap, in gaps.", show_default="1"),
+    ] = None,
+    pool_tasks: Annotated[
+        int | None, typer.Option("--pool-tasks", help="Most W tasks that wait on a rank.", show_default="32")
+    ] = None,
+    pool_bytes: Annotated[
+        int | None,
+        typer.Option("--pool-bytes", help="Most bytes that they hold.", show_default="what the memory limit leaves"),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Data-parallel replicas.", show_default="the plan's dp")
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Memory of every rank over the step.")] = False,
+    sensitivity: Annotated[
+        float | None, typer.Option("--sensitivity", help="Which cost error of this many % would change the partition.")
+    ] = None,
     json: Json = False,
 ) -> None:
     picture = output_path("--picture", picture, Written.PICTURE, (source, costs, device, model))
     trace = output_path("--trace", trace, Written.TRACE, (source, costs, device, model))
+    noisy_request = cli_noisy.NoiseRequest(
+        noise=noise,
+        counts=None if counts is None else existing_file("--counts", counts),
+        jitter=jitter,
+        seed=seed,
+        dbo=dbo,
+        fit_factor=fit_factor,
+        pool_tasks=pool_tasks,
+        pool_bytes=pool_bytes,
+        replicas=replicas,
+    )
     if schedules is not None:
+        _check_extras(memory or sensitivity is not None or noisy_request.asked)
         _check_schedules(schedules, source, template=template, overlap=overlap)
     if cli_context.is_plan(source):
         _refuse_options_of_models(ctx)
@@ -152,23 +202,56 @@ def simulate(
     overlap = overlap is not False
     label = plan.template if overlap else f"{plan.template}, no overlap"
     timeline = simulate_plan(plan, spec, table, overlap=overlap, contention=contention, label=label)
+    noisy = None
+    if noisy_request.asked:
+        noisy = cli_noisy.simulate_noise(noisy_request, plan, spec, table, overlap=overlap, contention=contention)
+    held = memory_series(plan, spec, table, timeline) if memory else ()
+    effects = () if sensitivity is None else cli_noisy.sensitivity_effects(sensitivity, plan, spec, table, contention)
+    shown = [timeline] if noisy is None else [timeline, noisy.timeline]
     if picture is not None:
-        save_picture(timeline, picture)
+        save_picture(shown, picture, held)
     if trace is not None:
-        save_perfetto(timeline, trace)
+        save_perfetto(shown, trace)
+    files = {name: path for name, path in (("picture", picture), ("trace", trace)) if path is not None}
+    tokens = plan.workload.tokens * plan.mesh.dp * plan.mesh.ep * plan.microbatches
     if json:
-        files = {"picture": picture, "trace": trace}
-        emit(
-            {
-                "model": plan.model,
-                "overlap": overlap,
-                **cli_tables.timeline_row(timeline),
-                "rows": cli_tables.rank_rows(timeline),
-                "files": {name: str(path) for name, path in files.items() if path is not None},
-            }
-        )
+        data = {
+            "model": plan.model,
+            "overlap": overlap,
+            **cli_tables.timeline_row(timeline),
+            "tokens_per_s": tokens * 1e9 / timeline.step_ns if timeline.step_ns else None,
+            "rows": cli_tables.rank_rows(timeline),
+            "files": {name: str(path) for name, path in files.items()},
+        }
+        if noisy is not None:
+            data["noise"] = cli_noisy.noise_row(noisy)
+        if held:
+            data["peak_bytes"] = max(series.peak_bytes for series in held)
+            data["memory"] = cli_noisy.memory_rows(held)
+        if effects:
+            data["sensitivity"] = cli_noisy.sensitivity_rows(effects)
+        emit(data)
         return
-    _print(timeline, [path for path in (picture, trace) if path is not None])
+    out = console()
+    out.print(terminal_grid(timeline, out.width))
+    out.print(split_table(timeline))
+    if noisy is not None:
+        row = cli_noisy.noise_row(noisy)
+        out.print(cli_noisy.noise_table(row))
+        for line in cli_noisy.noise_text(row):
+            out.print(line)
+    if held:
+        out.print(cli_noisy.memory_text(held))
+    if effects:
+        out.print(cli_noisy.sensitivity_table(effects))
+    for path in files.values():
+        out.print(f"wrote {path}")
+
+
+def _check_extras(asked: bool) -> None:
+    if asked:
+        names = "--noise, --counts, --jitter, --dbo, --replicas, --memory, --sensitivity"
+        raise RequestError.of("simulate", [Problem(names, "given", "left out with --schedules")])
 
 
 def _refuse_options_of_models(ctx: typer.Context) -> None:
@@ -227,11 +310,3 @@ def _opened(
     if opened.model is None or opened.costs is None:
         raise CostError.of(str(opened.path), [Problem("costs", None, "known, to simulate the plan", opened.missing)])
     return opened, opened.model, opened.costs
-
-
-def _print(timeline: Timeline, files: list[Path]) -> None:
-    out = console()
-    out.print(terminal_grid(timeline, out.width))
-    out.print(split_table(timeline))
-    for path in files:
-        out.print(f"wrote {path}")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tessera_rt.cuda_graphs.device import GraphDevice
 from tessera_rt.cuda_graphs.fallback import Fallback
-from tessera_rt.cuda_graphs.gradients import Gradients
+from tessera_rt.cuda_graphs.gradients import Gradients, Left, Use, use_of_gradients
 from tessera_rt.cuda_graphs.inputs import Inputs
 from tessera_rt.cuda_graphs.recording import autocast_problems, autocast_state, beside, copies, record
 from tessera_rt.cuda_graphs.rules import DryRun
@@ -49,9 +49,9 @@ class CapturedFunction:
         stream = device.new_stream()
         try:
             with beside(device, stream):
-                static = self._warm_up(values.restore)
+                use, of_none = self._warm_up(values.restore)
                 values.restore()
-                gradients.before_capture(static=static)
+                gradients.before_capture(use, of_none, grads)
             self._graph, self._outputs = record(
                 where, device, device.new_pool(), stream, generators, self._run_on_buffers
             )
@@ -80,34 +80,30 @@ class CapturedFunction:
         return copies(self._fallback.redo(args, kwargs))
 
     def _check(self) -> None:
-        problems = autocast_problems(self._autocast, self._device.type)
+        problems = [*autocast_problems(self._autocast, self._device.type), *self._gradients.problems()]
         if problems:
             raise CaptureError.of(self._where, problems)
         self._state.check()
 
     def _replay(self) -> None:
-        self._gradients.before_replay()
+        missing = self._gradients.before_replay()
         self._graph.replay()
-        self._gradients.after_replay()
+        self._gradients.after_replay(missing)
 
     def _run_on_buffers(self) -> Any:
         args, kwargs = self._inputs.arguments
         return self._function(*args, **kwargs)
 
-    def _warm_up(self, restore: Callable[[], None]) -> bool:
-        """Runs three times for real, first held to the rules; whether the function reads the gradients it finds.
-
-        It does if it leaves something else behind when it finds NaN instead of zeros.
-        """
-        first = self._leaves_behind(0.0, DryRun(self._where, self._device.type, self._generators))
+    def _warm_up(self, restore: Callable[[], None]) -> tuple[Use, Left]:
+        """Runs three times for real, first held to the rules, with other gradients in ``.grad`` every time."""
+        of_zeros = self._left_by_run(0.0, DryRun(self._where, self._device.type, self._generators))
         restore()
-        second = self._leaves_behind(float("nan"), nullcontext())
+        of_nan = self._left_by_run(float("nan"), nullcontext())
         restore()
-        self._leaves_behind(0.0, nullcontext())
-        return not (len(first) == len(second) and all(map(_same, first, second)))
+        of_none = self._left_by_run(None, nullcontext())
+        return use_of_gradients(of_zeros=of_zeros, of_nan=of_nan, of_none=of_none), of_none
 
-    def _leaves_behind(self, gradient: float, held: AbstractContextManager[Any]) -> list[Tensor | None]:
-        """What is in the outputs, gradients and state after a run that finds ``gradient`` everywhere."""
+    def _left_by_run(self, gradient: float | None, held: AbstractContextManager[Any]) -> Left:
         self._gradients.fill(gradient)
         outputs: list[Any] = []
         with held:
@@ -120,11 +116,4 @@ class CapturedFunction:
         if problems:
             raise CaptureError.of(self._where, problems)
         self._state.check()
-        left = [tensor.detach().clone() for tensor in tensors]
-        return [*left, *self._gradients.copied(), *(values for _, values in self._state.save().tensors)]
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+        return Left.of([*tensors, *self._state.tensors()], self._gradients.current())

@@ -23,7 +23,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _HOST_READS = ("aten::item", "aten::is_nonzero")
 _OWN_NAMESPACES = ("aten", "prims", "profiler", "c10d", "_c10d_functional")  # torch's, which are not opened
-_BACKENDS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA, "meta": torch._C.DispatchKey.Meta}
+_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}  # dispatch keys
 _MASKED_WRITES = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -62,15 +62,18 @@ def refusal(
     return None
 
 
-def is_opaque(func: Any) -> bool:
+def is_opaque(func: Any, device_type: str) -> bool:
     """An operation that a library defined (``torch.library``): what it does inside must be seen too."""
-    return func.namespace not in _OWN_NAMESPACES
+    if func.namespace in _OWN_NAMESPACES:
+        return False
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), _BACKENDS[device_type]))
 
 
 def opened(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: Any, device_type: str) -> Any:
     """Runs a library's operation so that ``mode``, whose handler calls this, sees the operations inside."""
+    key = getattr(torch._C.DispatchKey, _BACKENDS[device_type])
     with mode:
-        return func.redispatch(torch._C.DispatchKeySet(_BACKENDS[device_type]), *args, **kwargs)
+        return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 def place_of_call(*hidden: str) -> str:
@@ -94,7 +97,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = refusal(func, args, kwargs, self._device_type, self._generators)
         if reason is not None:
             raise CaptureError(f"{self._where}: {func} {reason}{place_of_call()}")
-        if is_opaque(func):
+        if is_opaque(func, self._device_type):
             return opened(self, func, args, kwargs, self._device_type)
         return func(*args, **kwargs)
 

@@ -66,9 +66,13 @@ class State:
         self._constants = dict(self._found_constants())
         self._watch = Watch((*self._sources, *self._watched))
 
+    def tensors(self) -> list[Tensor]:
+        """Those of the sources as they are now, each once."""
+        return list({id(tensor): tensor for _, tensor in self._found()}.values())
+
     def save(self) -> Saved:
         with torch.no_grad():
-            tensors = tuple((tensor, tensor.detach().clone()) for tensor in self._unique())
+            tensors = tuple((tensor, tensor.detach().clone()) for tensor in self.tensors())
         generators = tuple((generator, generator.get_state()) for generator in self._generators)
         optimizers = [source for source in self._sources if isinstance(source, torch.optim.Optimizer)]
         return Saved(tensors, generators, tuple((optimizer, _state_keys(optimizer)) for optimizer in optimizers))
@@ -121,9 +125,6 @@ class State:
             name: (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in (*self._found(), *watched)
         }
-
-    def _unique(self) -> list[Tensor]:
-        return list({id(tensor): tensor for _, tensor in self._found()}.values())
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

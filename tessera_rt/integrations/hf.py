@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -76,15 +77,18 @@ class SwapReport:
         return "\n".join([*lines, *(f"kept {entry.name} ({entry.kind}): {entry.why}" for entry in self.kept)])
 
 
-def swap_moe(model: nn.Module, ep_group: dist.ProcessGroup | None = None) -> SwapReport:
+def swap_moe(
+    model: nn.Module, ep_group: dist.ProcessGroup | None = None, *, average_gradients: bool = False
+) -> SwapReport:
     """Replaces the MoE blocks of ``model`` in place by Tessera's; with ``ep_group`` their experts are spread over it.
 
     The family's router, shared experts and all other parts stay. Whole blocks are replaced where the family's block is
     known, else the experts alone. Under activation checkpointing a replaced block keeps its routing decision.
 
     With ``ep_group`` every rank passes the same model; each keeps its share of every layer's experts (the parameters
-    get shorter in place), so build the optimizer afterwards. The gradient of an expert is the sum over the group's
-    losses: divide each rank's loss by the group's size to match gradients that are averaged over the group.
+    get shorter in place), so build the optimizer and wrap in DistributedDataParallel afterwards, which then leaves the
+    experts alone. Ranks bring different tokens. An expert's gradient is that of the sum of the group's losses, or with
+    ``average_gradients`` of their mean, which is what DistributedDataParallel makes of all other gradients.
 
     Raises SpecError when there is nothing to swap, and when the group's size does not divide a layer's experts.
     """
@@ -95,13 +99,15 @@ def swap_moe(model: nn.Module, ep_group: dist.ProcessGroup | None = None) -> Swa
         raise SpecError.of("swap_moe", kept or [nothing])
     for module in found.experts.values():
         if ep_group is not None:
-            _shard(module, ep_group)
+            _take_share(module, ExpertShard(ep_group, _count(module), average_gradients))
         vars(module)["tessera_layout"] = read_layout(module)
         _become(module, swapped_class(SwappedExperts, type(module)))
     for module in found.blocks.values():
         _become(module, swapped_class(SwappedBlock, type(module)))
     for layer in _checkpointed_layers(model):
         layer.register_forward_pre_hook(_save_routing)
+    if ep_group is not None:
+        _hide_from_ddp(model, True)
     return SwapReport(tuple(found.report), tuple(found.kept))
 
 
@@ -110,6 +116,7 @@ def unswap_moe(model: nn.Module) -> tuple[str, ...]:
     every rank of the group calls it. Does nothing on a model without swapped modules."""
     names = []
     _check_gatherable(model)
+    _hide_from_ddp(model, False)
     layers = _checkpointed_layers(model)
     for name, module in model.named_modules():
         if isinstance(module, SwappedModule):
@@ -155,7 +162,7 @@ class _Found:
 def _scan(model: nn.Module, ep_group: dist.ProcessGroup | None) -> _Found:
     found = _Found({}, {}, [], [])
     divisibility: list[Problem] = []
-    refused_below: list[str] = []
+    refused: list[str] = []
     for name, module in model.named_modules():
         kind = type(module).__name__
         form = form_of(type(module))
@@ -164,20 +171,20 @@ def _scan(model: nn.Module, ep_group: dist.ProcessGroup | None) -> _Found:
             found.kept.append(Kept(name, type(module).restored().__name__, "swapped already"))
         elif refusal is not None:
             found.kept.append(Kept(name, kind, refusal))
-            refused_below.append(f"{name}.")
+            refused.append(name)
         elif form is not None:
             if (why := _replaced_forward(module)) or (why := _experts_problem(module)):
                 found.kept.append(Kept(name, kind, why))
-                refused_below.append(f"{name}.")
+                refused.append(name)
             else:
                 found.blocks[name] = module
-        elif is_experts(module) and not any(name.startswith(prefix) for prefix in refused_below):
+        elif is_experts(module) and not any(_inside(name, outer) for outer in refused):
             if why := _replaced_forward(module) or _layout_problem(module):
                 found.kept.append(Kept(name, kind, why))
                 continue
             found.experts[name] = module
             divisibility += _division_problems(name, module, ep_group)
-            within = next((block for block in found.blocks if name.startswith(f"{block}.")), None)
+            within = next((block for block in found.blocks if _inside(name, block)), None)
             if within is None:
                 why = EXPERTS_ONLY.get(class_key(type(module)), "its surroundings are not a block that Tessera knows")
                 found.report.append(Swapped(name, kind, f"the experts alone, {why}"))
@@ -187,6 +194,11 @@ def _scan(model: nn.Module, ep_group: dist.ProcessGroup | None) -> _Found:
     if divisibility:
         raise SpecError.of("swap_moe", divisibility)
     return found
+
+
+def _inside(name: str, outer: str) -> bool:
+    """Whether the module called ``name`` stands below the one called ``outer`` ("" is the whole model)."""
+    return not outer or name.startswith(f"{outer}.")
 
 
 def _experts_problem(block: nn.Module) -> str:
@@ -232,11 +244,6 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
 
 
-def _shard(module: nn.Module, group: dist.ProcessGroup) -> None:
-    shard = ExpertShard(group, _count(module))
-    _take_share(module, shard)
-
-
 def _take_share(module: nn.Module, shard: ExpertShard) -> None:
     for parameter in _expert_parameters(module):
         parameter.data = parameter.data[shard.own.start : shard.own.stop].clone()
@@ -261,6 +268,23 @@ def _shard_again(module: nn.Module, shard: ExpertShard, gradients: list[Tensor |
 
 def _expert_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [getattr(module, name) for name in read_layout(module).parameters]
+
+
+def _hide_from_ddp(model: nn.Module, hidden: bool) -> None:
+    """DistributedDataParallel would copy rank 0's experts to all ranks, and average what are different experts."""
+    ours = {
+        f"{name}.{parameter}".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, SwappedExperts) and module.tessera_shard is not None
+        for parameter in read_layout(module).parameters
+    }
+    already = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    if ours:
+        ignored = sorted(already | ours if hidden else already - ours)
+        tell: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        tell(model, ignored)
+        for parameter in () if hidden else map(model.get_parameter, ours):
+            vars(parameter).pop("_ddp_ignored", None)
 
 
 def _check_gatherable(model: nn.Module) -> None:

@@ -34,10 +34,12 @@ from tessera_rt.moe.transport import CollectiveTransport, WorkPending
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """This rank's part of a layer's ``count`` experts. Copies of a model share the group."""
+    """This rank's part of a layer's ``count`` experts. Copies of a model share the group. ``average``: weights'
+    gradients are divided by the group's size."""
 
     group: dist.ProcessGroup
     count: int
+    average: bool = False
     timeout_s: float = 300.0
 
     @property
@@ -79,8 +81,11 @@ def sharded_experts(
 ) -> Tensor:
     """x [T, H] of this rank, ids [T, K] over all experts, weights [T, K] -> [T, H]; ``experts`` are this rank's own.
 
-    T may differ between ranks. A weight's gradient sums over all ranks' tokens. Raises WaitError when a rank is late.
+    T may differ between ranks. A weight's gradient sums over all ranks' tokens, divided by the group's size if
+    ``shard.average``. Raises WaitError when a rank is late.
     """
+    if shard.average:
+        experts = _divided_gradients(experts, shard.size)
     ids = torch.where((ids < 0) | (ids >= shard.count), shard.count, ids)
     order, counts = send_order(ids, shard.count)
     transport = shard.transport()
@@ -93,9 +98,30 @@ def sharded_experts(
     return weighted_sum(_exchanged(processed, transport, layout, back=True), weights, order)
 
 
+def _divided_gradients(experts: ExpertWeights, size: int) -> ExpertWeights:
+    def divided(weight: Tensor | None) -> Any:
+        return None if weight is None else _DividedGradient.apply(weight, size)  # type: ignore[no-untyped-call]
+
+    return ExpertWeights(
+        divided(experts.gate_up), divided(experts.down), divided(experts.gate_up_bias), divided(experts.down_bias)
+    )
+
+
 def _exchanged(rows: Tensor, transport: Transport, layout: RowLayout, *, back: bool) -> Tensor:
     out: Tensor = _Exchange.apply(rows, transport, layout, back)  # type: ignore[no-untyped-call]
     return out
+
+
+class _DividedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None
 
 
 class _Exchange(torch.autograd.Function):

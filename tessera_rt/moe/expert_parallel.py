@@ -5,9 +5,10 @@
     kernels.transport.PeerTransport        peer-mapped memory inside a node, Triton, nothing waits for the host
     CollectiveExpertParallel               torch.distributed all-to-all: exact splits, or equal padded ones
 
-Both are split-phase: a call issues, ``wait`` finishes. The experts are computed by Triton or by torch
-(``expert_parallel_compute``). Forms of dispatch and combine: ``kernels.transport_layout``. With combine ``rows`` the
-bits of outputs and gradients do not depend on how many ranks share the experts (given one configuration of products).
+Both are split-phase: a call issues, ``wait`` finishes. The experts are computed by Triton (``expert_parallel_triton``)
+or by torch (``expert_parallel_torch``). Forms of dispatch and combine: ``kernels.transport_layout``. With combine
+``rows`` the bits of outputs and gradients do not depend on how many ranks share the experts (given one configuration of
+the products).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tessera_rt.kernels.row_gradients import Needs
 from tessera_rt.kernels.transport_calls import Combined, Issued, Received
 from tessera_rt.kernels.transport_layout import Traffic
 from tessera_rt.kernels.weights import NO_MAIN_GRADS, ExpertWeights, MainGrads
-from tessera_rt.moe.expert_parallel_compute import RowsCompute, compute_for
+from tessera_rt.moe.expert_parallel_rows import RowsCompute
+from tessera_rt.moe.expert_parallel_torch import TorchRows
 
 
 class ExpertTransport(Protocol):
@@ -98,12 +100,31 @@ def expert_parallel_mlp(
     _check(x, ids, weights, experts, gate, traffic, main_grads)
     low = traffic.dtype
     out: Tensor = _ExpertParallel.apply(  # type: ignore[no-untyped-call]
-        x.to(low), weights.to(torch.float32), experts.gate_up.to(low), experts.down.to(low),
+        x.to(low), weights.to(traffic.weight_dtype), experts.gate_up.to(low), experts.down.to(low),
         None if experts.gate_up_bias is None else experts.gate_up_bias.to(low),
         None if experts.down_bias is None else experts.down_bias.to(low),
         _Call(ids.detach(), gate, transport, main_grads, recompute, compute_for(x.device, compute)),
     )  # fmt: skip
     return out.to(x.dtype)
+
+
+def compute_for(device: torch.device, given: RowsCompute | str | None) -> RowsCompute:
+    """The one given, by object or name; by default triton on CUDA and torch elsewhere. Raises SpecError."""
+    if given is not None and not isinstance(given, str):
+        return given
+    name = given or ("triton" if device.type == "cuda" else "torch")
+    if name == "torch":
+        return TorchRows()
+    if name != "triton":
+        raise SpecError.of("expert_parallel_mlp", [Problem("compute", name, "torch or triton")])
+    try:  # an optional package, loaded by those who use it
+        from tessera_rt.moe.expert_parallel_triton import TritonRows
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        problem = Problem("compute", name, "torch where Triton is missing", "pip install tessera-rt[triton]")
+        raise SpecError.of("expert_parallel_mlp", [problem]) from error
+    return TritonRows()
 
 
 @dataclass(frozen=True, slots=True)

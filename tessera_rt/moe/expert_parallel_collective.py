@@ -104,7 +104,8 @@ class CollectiveExpertParallel:
         rows, row_works = self._send_rows(x, placement)
         hole = (placement.order < 0).unsqueeze(-1)
         ids = _pick(placement.ids, placement.order).masked_fill(hole, -1).int()
-        sent = _pick(weights.float().reshape(-1, traffic.choices), placement.order)
+        weights = weights.to(traffic.weight_dtype)
+        sent = _pick(weights.reshape(-1, traffic.choices), placement.order)
         meta = torch.cat([ids, sent.view(torch.int32)], dim=1)
         came = meta.new_empty(sum(placement.receive), meta.shape[1])
         works = self._all_to_all(came, meta, placement.receive, placement.send)
@@ -114,7 +115,7 @@ class CollectiveExpertParallel:
             self._finish(works, "all-to-all of ids and weights (dispatch)")
             local = came[:, : traffic.choices] - self.rank * traffic.local_experts
             mine = (came[:, : traffic.choices] >= 0) & (local >= 0) & (local < traffic.local_experts)
-            scales = came[:, traffic.choices :].contiguous().view(torch.float32).masked_fill(~mine, 0.0)
+            scales = came[:, traffic.choices :].contiguous().view(weights.dtype).masked_fill(~mine, 0.0)
             return Received(placement, rows, local.masked_fill(~mine, -1), scales, weights)
 
         return Issued(finish)

@@ -15,7 +15,7 @@ from tessera_rt.kernels.row_gradients import Needs, RowGradients
 from tessera_rt.kernels.transport import route_received
 from tessera_rt.kernels.transport_calls import Received
 from tessera_rt.kernels.weights import ExpertWeights, MainGrads
-from tessera_rt.moe.expert_parallel_compute import Computed
+from tessera_rt.moe.expert_parallel_rows import Computed
 
 
 class TritonRows:

@@ -22,7 +22,8 @@ from tessera_rt.split import GroupedLinear, SplitLinear
 
 def activate(pre: Tensor, gate: Gate) -> Tensor:
     """[..., 2 I] -> [..., I] for gated kinds, else [..., I] -> [..., I]."""
-    return reference.activate(pre.flatten(0, -2), gate).unflatten(0, pre.shape[:-1])
+    rows = reference.activate(pre.flatten(0, -2), gate)
+    return rows.view(*pre.shape[:-1], rows.shape[1])
 
 
 class Experts(nn.Module):

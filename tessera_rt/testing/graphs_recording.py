@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -49,11 +50,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        from tessera_rt.testing.interpreter import handled_launches  # needs Triton, which is optional
-
         with ExitStack() as stack:
             stack.enter_context(_host_refused())
-            stack.enter_context(handled_launches(self._launch))
+            if find_spec("triton") is not None:  # an optional package
+                from tessera_rt.testing.interpreter import handled_launches
+
+                stack.enter_context(handled_launches(self._launch))
             stack.enter_context(self)
             yield
 
@@ -67,7 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = "changes the size or place of memory, which a replay cannot"
         if reason is not None:
             raise CaptureRuleError(f"{name} {reason}{place_of_call(__file__)}")
-        if is_opaque(func):
+        if is_opaque(func, "cpu"):
             return opened(self, func, args, kwargs, "cpu")
         stream = self._streams.work()
         if schema.name == "aten::lift_fresh":

@@ -148,7 +148,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64, *, seed: int = 0
             if tensor.dim() == 3 or "bias" in name:
                 tensor.normal_(0.0, 0.2)
     nn.Module.to(model, dtype)
-    return model.eval()
+    nn.Module.eval(model)
+    return model
 
 
 def tokens(seed: int = 0) -> Tensor:

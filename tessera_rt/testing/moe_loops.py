@@ -29,7 +29,7 @@ def chosen_by_loop(logits: Tensor, rule: RouterRule, bias: Tensor | None) -> tup
     scores = torch.exp(logits) / torch.exp(logits).sum()
     if rule.score == "sigmoid":
         scores = 1 / (1 + torch.exp(-logits))
-    by = (scores.detach() if bias is None else scores.detach() + bias).tolist()
+    by: list[float] = (scores.detach() if bias is None else scores.detach() + bias).tolist()
     size = len(by) // rule.groups
     groups = [range(g * size, (g + 1) * size) for g in range(rule.groups)]
 
@@ -80,7 +80,8 @@ def expert_by_loop(row: Tensor, expert: int, weights: ExpertWeights, gate: Gate)
 def moe_by_loop(parts: MoEParts, x: Tensor, mask: Tensor | None = None) -> LoopResult:
     """The layer of ``parts`` (all experts) for ``x`` [T, H]; differentiable. Work in float64."""
     config, router = parts.config, parts.router
-    outputs, chosen, counts = [], [], [0] * config.experts
+    chosen: list[list[int] | None] = []
+    outputs, counts = [], [0] * config.experts
     score_sum, squares, tokens = x.new_zeros(config.experts), x.new_zeros(()), 0
     for t, token in enumerate(x):
         out = torch.zeros_like(token)

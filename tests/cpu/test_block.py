@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tessera_rt.errors import PlanError
+from tessera_rt.kernels.options import Activation, Gate, RouterRule
 from tessera_rt.model_spec import (
     Attention,
     AttentionKind,
@@ -348,6 +349,70 @@ def test_tasks_over_gloo_equal_tasks_in_one_process_bit_for_bit(
         for name, parameter in blocks[rank].named_parameters():
             buffers = sinks[rank].buffers
             assert torch.equal(weights[name], buffers.get(parameter, parameter.grad))
+
+
+# -- every kind of layer as tasks -------------------------------------------------------------------------------------
+
+KINDS = {
+    "gpt-oss": MoEConfig(
+        hidden=HIDDEN, intermediate=5, experts=8, router=RouterRule(top_k=2, softmax_after_topk=True),
+        gate=Gate(activation=Activation.SWIGLU_OSS, interleaved=True, limit=0.7), router_bias=True, expert_bias=True,
+        aux_coefficient=AUX,
+    ),
+    "deepseek-v3": MoEConfig(
+        hidden=HIDDEN, intermediate=5, experts=8, choice_bias=True, shared_intermediate=3,
+        router=RouterRule(top_k=2, score="sigmoid", renormalize=True, eps=1e-20, scale=2.5, groups=4, keep_groups=2),
+        aux_coefficient=AUX, z_coefficient=0.02,
+    ),
+    "nemotron-h": MoEConfig(
+        hidden=HIDDEN, intermediate=5, experts=8, gate=Gate(activation=Activation.RELU2), latent=4,
+        shared_intermediate=3, router=RouterRule(top_k=3, score="sigmoid", renormalize=True, eps=1e-20),
+    ),
+}  # fmt: skip
+
+
+def make_kind(kind: str, ep_rank: int = 0, ep_size: int = 1) -> MoEBlock:
+    block = MoEBlock(KINDS[kind], ep_rank=ep_rank, ep_size=ep_size, dtype=torch.float64)
+    ids = block.expert_ids
+    for i, (name, tensor) in enumerate([*block.named_parameters(), *block.named_buffers()]):
+        whole = double(8, *tensor.shape[1:], seed=i) if "experts." in name else double(*tensor.shape, seed=i)
+        tensor.data.copy_(whole[ids.start : ids.stop] if "experts." in name else whole)
+    return block
+
+
+def parameter_gradients(blocks: Sequence[MoEBlock], sinks: Sequence[Sink]) -> dict[str, Tensor]:
+    """By name, over all ranks: experts side by side, the others summed."""
+    found = {}
+    for name, _ in blocks[0].named_parameters():
+        own = [block.get_parameter(name) for block in blocks]
+        parts = [sink.buffers.get(p, p.grad) for sink, p in zip(sinks, own, strict=True)]
+        there = [torch.zeros_like(p) if part is None else part for p, part in zip(own, parts, strict=True)]
+        found[name] = torch.cat(there) if "experts." in name else torch.stack(there).sum(0)
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_of_every_kind_equal_the_block_as_a_function(kind: str, ep: int) -> None:
+    blocks = [make_kind(kind, rank, ep) for rank in range(ep)]
+    sinks = [Sink(block) for block in blocks]
+    inputs = [double(1, 5 - rank, HIDDEN, seed=50 + rank) for rank in range(ep)]
+    upstream = [double(*x.shape, seed=80 + rank) for rank, x in enumerate(inputs)]
+    shared: list[tuple[Tensor, tuple[int, ...]]] = []
+    outputs, gradients, terms = run_tasks(
+        [moe_steps("L0", block, "x", "y") for block in blocks],
+        [TogetherTransport(shared, rank, ep) for rank in range(ep)],
+        [given_values(x, 0.5) for x in inputs],
+        upstream,
+    )
+    whole, x = make_kind(kind), torch.cat(inputs, 1).requires_grad_()
+    y, losses = whole(x, aux_scale=0.5)
+    ((y * torch.cat(upstream, 1)).sum() + losses).backward()
+    close(torch.cat(outputs, 1), y.detach())
+    close(torch.cat(gradients, 1), x.grad)
+    assert terms == pytest.approx(losses.item(), rel=1e-11, abs=1e-15)
+    for name, gradient in parameter_gradients(blocks, sinks).items():  # the router's too, whatever the ranks
+        close(gradient, whole.get_parameter(name).grad)
 
 
 # -- the block as a function ------------------------------------------------------------------------------------------

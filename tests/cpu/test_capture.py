@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -94,6 +97,12 @@ def test_training_step(target: Target, kind: AttentionKind) -> None:
     checks.check_training_step(target, target.place(decoder(kind)), (3, 1, 6, HIDDEN), steps=6)
 
 
+@pytest.mark.slow
+def test_training_step_of_triton_kernels(target: Target, interpreted: None) -> None:
+    model = target.place(Decoder(AttentionKind.GATED_DELTA_NET, triton_moe(16, shared_intermediate=8), 16))
+    checks.check_training_step(target, model, (2, 1, 5, 16), steps=2)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation_over_micro_batches(target: Target, set_to_none: bool) -> None:
     model = target.place(decoder(AttentionKind.SOFTMAX))
@@ -147,7 +156,7 @@ def test_ranks_agree_on_overflow_and_an_eager_overflow_is_an_error(target: Targe
     assert torch.equal(roomy.counts, eager.counts), "counted once, although it ran twice"
 
 
-# -- case 83 of the collected failures: static gradients, their accumulation and their order ---------------------------
+# -- case 83: static gradients, their accumulation and their order ----------------------------------------------------
 
 
 class Unordered(nn.Module):
@@ -186,6 +195,143 @@ def test_gradients_of_three_micro_batches_add_up(target: Target, set_to_none: bo
             m.zero_grad(set_to_none=set_to_none)
         if set_to_none:
             assert torch.equal(*kept[-1]), "what a user keeps is no buffer of the graph"
+
+
+def accumulate_only(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    return training.accumulate(x, y)
+
+
+def drop_first(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.zero_grad(set_to_none=True)
+    loss = training.accumulate(x, y)
+    training.optimizer.step()
+    return loss
+
+
+def zero_first(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.zero_grad(set_to_none=False)
+    loss = training.accumulate(x, y)
+    training.optimizer.step()
+    return loss
+
+
+def drop_last(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    loss = training.accumulate(x, y)
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def step_on_the_gradients_of_before(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+    return training.accumulate(x, y)
+
+
+BETWEEN: dict[str, Callable[[Training], object]] = {
+    "nothing": lambda t: None,
+    "drop": lambda t: t.optimizer.zero_grad(set_to_none=True),
+    "zero": lambda t: t.optimizer.zero_grad(set_to_none=False),
+    "step": lambda t: t.optimizer.step(),
+    "eager micro-batch": lambda t: t.accumulate(torch.ones(2, 3), torch.zeros(2, 3)),
+    "clip": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), 0.1),
+    "learning rate": lambda t: t.lr.mul_(0.9),
+    "other gradients": lambda t: [setattr(p, "grad", torch.full_like(p, 0.5)) for p in t.model.parameters()],
+    "one gradient": lambda t: setattr(next(t.model.parameters()), "grad", None),
+}
+
+
+class Partly(nn.Module):
+    """Uses two of its three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+FUNCTIONS = [accumulate_only, drop_first, zero_first, drop_last, step_on_the_gradients_of_before]
+BETWEEN_CALLS = st.lists(st.lists(st.sampled_from(sorted(BETWEEN)), max_size=3), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(max_examples=15)
+@given(between=BETWEEN_CALLS)
+def test_whatever_happens_to_gradients_between_calls(
+    function: Callable[[Training, Tensor, Tensor], Tensor], between: list[list[str]]
+) -> None:
+    """Eager code and captured code, with the same things done to both between the calls."""
+    for ours, theirs, call in calls_between(nn.Linear(3, 3), function, between):
+        missing = [parameter.grad is None for parameter in ours.model.parameters()]
+        if function is step_on_the_gradients_of_before and any(missing):
+            # An optimizer leaves a parameter without gradient alone; the graph has one that does not.
+            with pytest.raises(CaptureError, match=f"gradient {missing.index(True)} = 'missing': must be there"):
+                call()
+            return
+        one, other = call()
+        assert torch.equal(one, other) and not differing(ours.values(), theirs.values())
+
+
+@pytest.mark.filterwarnings("ignore:capture of:tessera_rt.cuda_graphs.fallback.CaptureWarning")
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(max_examples=10)
+@given(between=BETWEEN_CALLS)
+def test_gradients_that_are_never_made(
+    function: Callable[[Training, Tensor, Tensor], Tensor], between: list[list[str]]
+) -> None:
+    """Optimizers leave parameters without gradient alone. What a graph cannot follow, it leaves to eager code."""
+    for ours, theirs, call in calls_between(Partly(), function, between, fallback="eager"):
+        one, other = call()
+        assert torch.equal(one, other) and not differing(ours.values(), theirs.values())
+
+
+def calls_between(
+    model: nn.Module, function: Callable[[Training, Tensor, Tensor], Tensor], between: list[list[str]], **how: Any
+) -> Iterator[tuple[Training, Training, Callable[[], tuple[Tensor, Tensor]]]]:
+    """Captured training, eager training, and a call of both; before each, what ``between`` names is done to both."""
+    ours = Training.of(model)
+    ours.step(torch.randn(1, 2, 3), torch.randn(1, 2, 3))
+    theirs, example = ours.twin(), (torch.zeros(2, 3), torch.zeros(2, 3))
+    device = StandInDevice()
+    captured = capture(partial(function, ours), example, state=(ours.model, ours.optimizer), device=device, **how)
+    for actions in between:
+        for action in actions:
+            BETWEEN[action](ours)
+            BETWEEN[action](theirs)
+        x, y = torch.randn(2, 3), torch.randn(2, 3)
+        yield ours, theirs, lambda: (captured(x, y), function(theirs, x, y))  # noqa: B023
+
+
+def test_streams_inside_a_function(target: Target) -> None:
+    device = target.graphs
+    assert isinstance(device, StandInDevice)
+
+    def two_streams(join: bool, x: Tensor) -> Tensor:
+        side, current = device.new_stream(), device.current_stream()
+        side.wait_stream(current)
+        with device.on(side):
+            y = x * 2
+        z = x * 3
+        if join:
+            current.wait_stream(side)
+            return y + z
+        return z
+
+    captured = capture(partial(two_streams, True), (torch.zeros(3),), device=device)
+    x = torch.randn(3)
+    assert torch.equal(captured(x), x * 2 + x * 3)
+    with pytest.raises(CaptureError, match=r"was not joined: nothing waits for its aten\.mul"):
+        capture(partial(two_streams, False), (torch.zeros(3),), device=device)
+
+    def waits(x: Tensor) -> Tensor:
+        device.synchronize()
+        return x * 2
+
+    with pytest.raises(CaptureError, match="synchronize of the device is not permitted while a stream captures"):
+        capture(waits, (torch.zeros(3),), device=device)
 
 
 def test_what_leaves_a_slot_is_a_copy(target: Target) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from tessera_rt.engine.stub import StubModel
 from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.moe.steps import Placement
 from tessera_rt.plan import Mesh, Plan
-from tessera_rt.planner.build import plan_with
+from tessera_rt.planner.build import build_plan, plan_with
+from tessera_rt.scheduler.orders_pooled import Pool, pooled
 from tessera_rt.scheduler.simulate import simulate
-from tessera_rt.scheduler.templates import RULES, TEMPLATES
+from tessera_rt.scheduler.templates import RULES, TEMPLATES, build_template
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid, token_batch
 from tessera_rt.testing.reference import reference_step
 from tessera_rt.testing.worker import RankContext
@@ -144,3 +146,27 @@ def test_the_emulated_device_agrees_with_the_simulator(pool: WorkerPool, pp: int
                 assert got.step_ns == pytest.approx(want.step_ns, rel=1e-3), plan.template
             else:
                 assert sorted_spans(got) == sorted_spans(want), (plan.template, plan.microbatches, overlap)
+
+
+@pytest.mark.parametrize("template", ["interleaved-1f1b", "dualpipe-v"])
+def test_w_pools_run_and_change_no_bit(pool: WorkerPool, template: str) -> None:
+    """W held back to the end, or beside later backwards, against the template's own order."""
+    mesh, m = Mesh(pp=2, vpp=2), 6
+    own, costs = make_plan(template, mesh, m, seed=7)
+    order = build_template(template, pp=2, vpp=2, microbatches=m, joint=True)
+    cuts = [*(stage.start for stage in own.stages), len(SPEC.items)]
+    plans = [own]
+    for pools in ((Pool(3), Pool(5)), (Pool(4, beside=True), Pool(9, beside=True))):
+        rows = tuple(pooled(row, each) for row, each in zip(order.actions, pools, strict=True))
+        plans.append(
+            build_plan(SPEC, mesh, costs, microbatches=m, template=replace(order, actions=rows), fixed_bounds=cuts)
+        )
+    kinds = [{part.kind for row in plan.actions for action in row for part in action.passes} for plan in plans]
+    assert "W" in kinds[1] and any("I;" in key and key.endswith("W") for key in plans[2].interleavings)
+    batch = token_batch(SPEC, [(2, 5)] * m, seed=1)
+    results: list[list[Gradients]] = pool.run(both_ways, mesh.world, [(plan, [batch]) for plan in plans], timeout_s=200)
+    first = gathered(results, 0, 0)
+    for run in range(len(plans)):
+        for way in (0, 1):
+            assert all(torch.equal(gradient, first[name]) for name, gradient in gathered(results, run, way).items())
+            assert results[0][run][way][0] == results[0][0][0][0]

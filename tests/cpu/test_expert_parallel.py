@@ -290,6 +290,17 @@ def test_overflow_of_the_padded_form_is_recorded_by_all_ranks(pool: WorkerPool) 
     assert bool((limited[0][1][3] == 0).all()) and bool((exact[0][1][3] != 0).any())
 
 
+def test_float64_runs_in_float64() -> None:
+    for form, room in (("rows-rows", 0), ("tokens-reduced", 5)):
+        traffic = traffic_of(form, 1, 5, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(21)
+        (given,) = rank_inputs(traffic, (5,), generator, dropped=0.2)
+        given = replace(given, weights=given.weights.double() + 1e-9)
+        experts = all_experts(traffic, 16, GATE, generator, bias=True)
+        result = run_layer(CollectiveExpertParallel(traffic, None, pair_capacity=room), given, experts, GATE)
+        assert_layer([given], experts, GATE, [result], ratio=1e-12)
+
+
 def test_one_rank_without_a_group_and_fp32_input_over_a_bf16_transport() -> None:
     for form, capacity in (("rows-rows", 0), ("tokens-reduced", 6)):
         traffic = traffic_of(form, 1, 6, dtype=torch.bfloat16)

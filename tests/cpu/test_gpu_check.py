@@ -86,8 +86,8 @@ def test_a_part_that_hangs_is_ended_with_its_children(
         "    with check.case('first'):\n        pass\n"
         "    time.sleep(1000)\n"
     )
-    found = _planted(gpu_check, monkeypatch, tmp_path, body, seconds=20)
-    assert found["status"] == "ended at its limit of 20 s"
+    found = _planted(gpu_check, monkeypatch, tmp_path, body, seconds=8)
+    assert found["status"] == "ended at its limit of 8 s"
     assert [case["case"] for case in found["cases"]] == ["first"]  # type: ignore[attr-defined]
     for pid in map(int, pids.read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tessera_rt.errors import SpecError
 from tessera_rt.integrations.hf import gathered_experts, swap_moe, unswap_moe
@@ -155,6 +156,36 @@ def test_training_equals_one_process(pool: WorkerPool, tmp_path: Path, world: in
         for name, expected in model.state_dict().items():
             torch.testing.assert_close(result["state"][name], expected, rtol=1e-6, atol=1e-6, msg=name)
             assert torch.equal(loaded[name], results[0]["state"][name])
+
+
+def ddp_over_ranks(ctx: RankContext) -> dict[str, Any]:
+    model = make_model("gpt_oss").train()
+    swap_moe(model, ep_group=dist.new_group(list(range(ctx.world))), average_gradients=True)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        tokens = hf_models.tokens(step)[ctx.rank : ctx.rank + 1]
+        optimizer.zero_grad()
+        wrapped(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    unswap_moe(model)
+    assert not any(hasattr(parameter, "_ddp_ignored") for parameter in model.parameters())
+    return dict(model.state_dict())
+
+
+def test_data_parallel_training_around_spread_experts(pool: WorkerPool) -> None:
+    """DistributedDataParallel averages all gradients but the experts', which are averaged on their way."""
+    results = pool.run(ddp_over_ranks, 2)
+    model = make_model("gpt_oss").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        tokens = hf_models.tokens(step)
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    for state in results:
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(state[name], expected, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def refused_over_ranks(ctx: RankContext) -> None:

@@ -19,6 +19,8 @@ from tessera_rt.testing import hf_models
 REFUSED_FAMILIES = {key.partition(".")[0] for key in REFUSED}
 COVERED = tuple(family for family in hf_models.families() if family not in REFUSED_FAMILIES)
 
+QUICK = ("aria", "deepseek_v3", "deepseek_v4", "gemma4", "gpt_oss", "nemotron_h", "qwen3_next")  # each layout and gate
+
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
@@ -111,7 +113,9 @@ def unswap_moe_names(report: Any, model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", COVERED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COVERED]
+)
 def test_experts_in_lower_precision(family: str, dtype: torch.dtype) -> None:
     """float32 to 1e-5 of eager; bfloat16 within one place of eager in float32, its gradients within two (2-norms)."""
     name, experts = next(iter(hf_models.experts_of(hf_models.tiny_model(family, dtype)).items()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -456,3 +458,11 @@ def test_gathering_without_ranks_does_nothing() -> None:
     swap_moe(model)
     with gathered_experts(model):
         assert model.state_dict()
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    example = Path(__file__).parents[2] / "examples" / "swap_hf.py"
+    result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("saved and loaded without Tessera") == 2

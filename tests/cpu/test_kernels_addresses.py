@@ -162,6 +162,21 @@ def test_weight_gradients(q: int, accumulate: bool) -> None:
         assert (out[expert] == 7).all()
 
 
+@pytest.mark.parametrize("q", [46_400, 46_399], ids=["aligned", "any"])
+def test_weight_gradient_of_one_large_expert(q: int) -> None:
+    p, corner = 46_400, 60
+    out = torch.empty(1, p, q, dtype=torch.bfloat16)
+    assert out.numel() > LIMIT
+    grad, x = _draw(3, p, dtype=torch.bfloat16), _draw(3, q, dtype=torch.bfloat16, seed=1)
+    with only_programs(-1):
+        wgrad(
+            grad, x, expert_rows(offsets_of([3]), 3, (16,)), out,
+            accumulate=False, run=Run(budget=A_PROGRAM_PER_TILE, config=WIDE),
+        )  # fmt: skip
+    want = grad[:, -corner:].double().mT @ x[:, -corner:].double()
+    assert_near("last tile", out[0, -corner:, -corner:], want)
+
+
 def test_bias_gradient_and_zeroed_rows() -> None:
     rows_count, n = 1_048_577, 2056
     tail = 3

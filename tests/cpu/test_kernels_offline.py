@@ -147,7 +147,8 @@ def test_only_unknown_codes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     first = inspection.compile_launches(launches, target, known={})
     assert sorted(made) == ["offsets"] * 3 + ["place"] and len(first) == 4
     made.clear()
-    known = {name: replace(code, registers=5) for name in [*first][:3]}
+    names = inspection.CodeNames()
+    known = {names.of(launch): replace(code, registers=5) for launch in launches if launch.kernel == "offsets"}
     again = inspection.compile_launches(launches, target, known=known)
     assert made == ["place"] and sorted(code.registers for code in again.values()) == [5, 5, 5, 77]
     assert not inspection.known_codes([reported], target, "3.5.0")

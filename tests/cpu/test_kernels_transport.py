@@ -137,7 +137,7 @@ def test_epochs_wrap() -> None:
     for number, inputs in enumerate(rounds):
         for rank, one in enumerate(inputs):
             assert_near(f"call {number}, rank {rank}", got[rank][number], expected_out(one))
-    assert transports[0]._counters[:, :2].flatten().tolist() == [-(1 << 31) + 5] * 6
+    assert transports[0]._counters[:, :2, 0].flatten().tolist() == [-(1 << 31) + 5] * 6
 
 
 def expected_out(given: RankInput) -> Tensor:
@@ -320,13 +320,15 @@ def test_bad_arguments_are_named_before_anything_is_sent() -> None:
         traffic_of("tokens-rows", 2, 4, experts=9)
     with pytest.raises(SpecError, match="combine = 'reduced': must be rows with dispatch = rows"):
         Traffic(world=1, experts=2, top_k=1, hidden=4, tokens=1, dispatch=Dispatch.ROWS, combine=Combine.REDUCED)
-    with pytest.raises(SpecError, match=r"(?s)tokens = 0: must be at least 1.*dtype = 'torch.float64'"):
-        traffic_of("tokens-rows", 2, 0, dtype=torch.float64)
+    with pytest.raises(SpecError, match=r"(?s)tokens = 0: must be at least 1.*dtype = 'torch.int32'"):
+        traffic_of("tokens-rows", 2, 0, dtype=torch.int32)
     with pytest.raises(SpecError, match="below 2\\^31"):
         traffic_of("rows-rows", 2, 1 << 30)
     traffic = traffic_of("tokens-rows", 1, 4)
     with pytest.raises(SpecError, match="world = 1: must be 2, the allocator's"):
         PeerTransport(traffic, virtual_ranks(2)[0])
+    with pytest.raises(SpecError, match=r"(?s)dtype = 'torch.float64'.*polls = -1"):
+        PeerTransport(replace(traffic, dtype=torch.float64), virtual_ranks(1)[0], polls=-1)
     transport = PeerTransport(traffic, virtual_ranks(1)[0], run=ONE_PROGRAM)
     with pytest.raises(SpecError, match=r"ids\.shape = \(4, 2\)"):
         transport.exchange(random_ids(4, 3, 2, torch.Generator()))

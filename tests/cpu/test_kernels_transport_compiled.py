@@ -42,7 +42,8 @@ def compiled(version: str) -> list[dict[str, Any]]:
     return kernels
 
 
-@pytest.mark.parametrize("version", [NEWEST, pytest.param("3.6.0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6.0", NEWEST])
 def test_signals_waits_stores_and_spills(version: str) -> None:
     """A barrier before each release, an acquire in each wait, rows stored 16 bytes at a time, nothing spilled."""
     kernels = compiled(version)

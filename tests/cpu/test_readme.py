@@ -19,9 +19,27 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+SWAP, CAPTURE, ENGINE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_lines_that_swap_run_and_losses_are_equal() -> None:
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-c", SWAP], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, done.stdout.splitlines()[-1].split())
+    assert before == pytest.approx(after, rel=1e-5) and "2 " in done.stdout
+
+
+def test_the_lines_that_capture_compile() -> None:
+    """They need a GPU; tests/cpu/test_capture.py runs the same on the stand-in."""
+    compile(CAPTURE, "README.md", "exec")
+
+
 def test_the_ten_lines_run_under_a_process_group() -> None:
     """The code block as it stands, as the only rank of a group."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    block = ENGINE
     assert len([line for line in block.splitlines() if line and not line.startswith(("import", "from"))]) <= 10
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -53,6 +71,7 @@ def test_files_and_folders_of_the_tree_exist() -> None:
 def test_commands_of_the_readme_are_known(line: str) -> None:
     """Every command and option exists. (What they do is tested elsewhere.)"""
     command, *rest = shlex.split(line, comments=True)[1:]
-    text = CliRunner().invoke(app, [command, "--help"]).stdout
-    assert "Examples:" in text
+    commands = [command, rest.pop(0)] if command in ("bench", "kernels") else [command]
+    text = CliRunner().invoke(app, [*commands, "--help"]).stdout
+    assert "Examples:" in text or len(commands) == 2
     assert all(option in text for option in rest if option.startswith("-"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -126,6 +126,18 @@ def test_two_slots_must_not_share_a_pool(device: StandInDevice) -> None:
             graph.replay()
         assert bool(first[2].isnan().any()) == shared
         assert torch.equal(second[2], torch.autograd.grad((x @ w).tanh().square(), w, dy)[0])
+
+
+def test_a_second_backward_finds_nothing(device: StandInDevice) -> None:
+    """Capturing the backward freed the activations: whatever the end of its replay writes may lie there."""
+    w, x, dy, pool = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3), torch.ones(2, 3), device.new_pool()
+    forward, y = record(device, lambda: (x @ w).tanh().square(), pool)
+    backward, (dw,) = record(device, lambda: torch.autograd.grad(y, w, dy), pool)
+    forward.replay()
+    backward.replay()
+    assert not dw.isnan().any()
+    backward.replay()
+    assert dw.isnan().any()
 
 
 def test_results_that_nobody_holds_may_be_overwritten(device: StandInDevice) -> None:
@@ -269,49 +281,66 @@ def test_rules_of_streams(device: StandInDevice, work: Callable[[StandInDevice, 
     assert x.all()
 
 
-STREAMS, BUFFERS = 3, 3
+STREAMS, BUFFERS, EVENTS = 3, 3, 2
+STREAM, BUFFER, EVENT = (st.integers(0, count - 1) for count in (STREAMS, BUFFERS, EVENTS))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("wait"), st.integers(0, STREAMS - 1), st.integers(0, STREAMS - 1)),
-        st.tuples(st.integers(0, STREAMS - 1), st.integers(0, BUFFERS - 1), st.integers(0, BUFFERS - 1)),
+        st.tuples(st.just("add"), STREAM, BUFFER, BUFFER),
+        st.tuples(st.just("join"), STREAM, STREAM, st.none()),
+        st.tuples(st.just("record"), STREAM, EVENT, st.none()),
+        st.tuples(st.just("wait"), STREAM, EVENT, st.none()),
     ),
-    max_size=12,
+    max_size=10,
 )
 
 
-@given(steps=STEPS)
-def test_missing_events_are_found_exactly(steps: list[tuple[Any, int, int]]) -> None:
-    """Against a graph of the order: two uses of a buffer, one of them a write, that no path connects."""
-    order: nx.DiGraph[Any] = nx.DiGraph()
-    last: dict[int, Any] = {}
-    uses: list[tuple[Any, set[int], set[int]]] = []
-    for position, (what, first, second) in enumerate(steps):
-        stream = first if what == "wait" else what
-        if stream in last:
-            order.add_edge(last[stream], position)
+def has_race(steps: list[tuple[str, int, int, Any]]) -> bool:
+    """By a graph of the order: two uses of a buffer, one of them a write, that no path connects."""
+    order: nx.DiGraph[int] = nx.DiGraph()
+    last: dict[int, int] = {}
+    recorded: dict[int, int] = {}
+    uses: list[tuple[int, int, int]] = []
+    for position, (what, stream, other, target) in enumerate(steps):
         order.add_node(position)
-        if what == "wait" and second in last:
-            order.add_edge(last[second], position)
-        elif what != "wait":
-            uses.append((position, {first}, {second}))
+        before = [last.get(stream)]
+        if what == "join":
+            before.append(last.get(other))
+        elif what == "wait":
+            before.append(recorded.get(other))
+        elif what == "record":
+            recorded[other] = position
+        else:
+            uses.append((position, other, target))
+        order.add_edges_from((one, position) for one in before if one is not None)
         last[stream] = position
     paths = nx.transitive_closure_dag(order)
-    races = any(
-        not paths.has_edge(a, b) and (writes & (other_reads | other_writes) or other_writes & (reads | writes))
-        for i, (a, reads, writes) in enumerate(uses)
-        for b, other_reads, other_writes in uses[i + 1 :]
+    return any(
+        not paths.has_edge(a, b) and (written in (other_read, other_written) or other_written == read)
+        for i, (a, read, written) in enumerate(uses)
+        for b, other_read, other_written in uses[i + 1 :]
     )
 
+
+@settings(max_examples=200)
+@example(steps=[("add", 0, 0, 1), ("add", 1, 2, 0)])  # written after it was read elsewhere
+@example(steps=[("record", 0, 0, None), ("add", 0, 0, 1), ("wait", 1, 0, None), ("add", 1, 1, 2)])  # too early
+@given(steps=STEPS)
+def test_missing_events_are_found_exactly(steps: list[tuple[str, int, int, Any]]) -> None:
     device, buffers = StandInDevice(), [torch.randn(2) for _ in range(BUFFERS)]
     start = [buffer.clone() for buffer in buffers]
 
     def run(streams: list[Any]) -> None:
-        for what, first, second in steps:
-            if what == "wait":
-                streams[first].wait_stream(streams[second])
+        events = [device.new_event() for _ in range(EVENTS)]
+        for what, stream, other, target in steps:
+            if what == "join":
+                streams[stream].wait_stream(streams[other])
+            elif what == "record":
+                streams[stream].record_event(events[other])
+            elif what == "wait":
+                streams[stream].wait_event(events[other])
             else:
-                with device.on(streams[what]):
-                    buffers[second].add_(buffers[first])
+                with device.on(streams[stream]):
+                    buffers[target].add_(buffers[other])
 
     def work() -> None:
         origin = device.current_stream()
@@ -322,7 +351,7 @@ def test_missing_events_are_found_exactly(steps: list[tuple[Any, int, int]]) -> 
         for stream in streams:
             origin.wait_stream(stream)
 
-    if races:
+    if has_race(steps):
         with pytest.raises(CaptureRuleError, match="no event orders them"):
             record(device, work)
         return

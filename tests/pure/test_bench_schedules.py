@@ -31,16 +31,20 @@ def test_rows_table_and_picture(bench: ModuleType, tmp_path: Path) -> None:
     costs = uniform_costs(model, (100, 100, 100), comm_ns=50)
     subject = bench.Subject("tiny", "none", 1, 1, 2)
     device = bench.load_device(bench.DEVICE)
-    rows = [bench.row_of(subject, found, device) for found in compare(model, costs, pp=2, vpp=2, microbatches=4)]
+    found = compare(model, costs, pp=2, vpp=2, microbatches=4, evaluations=5)
+    rows = [{**bench.row_of(subject, row, device), "held_over_fixed": 1.0} for row in found]
     assert [row["schedule"] for row in rows] == [schedule.name for schedule in SCHEDULES]
     for row in rows:
         assert row["compute_ns"] + row["exposed_ns"] + row["bubble_ns"] == pytest.approx(row["step_ns"], abs=3)
         assert row["ratio"] == row["step_ns"] / row["lower_bound_ns"]
     json.dumps(rows)
     assert bench.table_of(rows).row_count == len(SCHEDULES)
-    (claim,) = bench.claims(rows)
+    can_run, simulated = bench.claims(rows)
     step = {row["schedule"]: row["step_ns"] for row in rows}
-    assert claim.startswith(f"exact pairs: {step[bench.NO_OVERLAP] / step[bench.OURS]:.2f} times")
+    best = min(step[row["schedule"]] for row in rows if "tuned" in row["schedule"] and not row["simulate_only"])
+    assert f"{step[bench.NO_OVERLAP] / best:.3f} times as fast" in can_run and "halves" in simulated
+    too_much = [{**row, "held_over_fixed": 1.26 if "halves" in row["schedule"] else 1.25} for row in rows]
+    assert bench.ours(too_much, can_run=False) == bench.ours(too_much, can_run=True)
     bench.draw(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 

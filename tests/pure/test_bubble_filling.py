@@ -60,7 +60,7 @@ fillings = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases(scale=100), fillings, st.integers(0, 10**6), st.sampled_from((0.0, 0.3)))
 def test_only_w_tasks_move(case: Case, filling: BubbleFilling, seed: int, contention: float) -> None:
     memory = {label: replace(m, pending_w=20) for label, m in case.costs.memory.items()}

@@ -62,6 +62,7 @@ def test_any_request_gives_a_sound_plan_or_a_named_infeasibility(
         "partitioner": data.draw(st.sampled_from(PARTITIONERS), "partitioner"),
         "window": data.draw(st.sampled_from([0, 1, 2, None]), "window"),
         "method": data.draw(st.sampled_from(METHODS), "method"),
+        "evaluations": 60,
         "memory_limit": data.draw(st.none() | st.integers(1, 8_000), "limit"),
     }
     try:
@@ -101,13 +102,15 @@ def test_each_objective_is_best_at_its_own(seed: int, mesh: tuple[int, int], mic
             joint=joint,
             objective=objective,
             window=None,
+            method="align",
             time_limit_s=LONG,
+            evaluations=60,
         )
         for objective in OBJECTIVES
     }
     name = "1f1b" if vpp == 1 else "interleaved-1f1b"
     template = build_template(name, pp=pp, vpp=vpp, microbatches=microbatches, joint=joint)
-    setting = Setting(model, costs, template, limit=0, method="exact")
+    setting = Setting(model, costs, template, limit=0, method="align")
     every = all_bounds(len(model.items), pp * vpp)
     assert plans["t_dom"].solver.t_dom_ns == min(map(setting.t_dom, every))
     for objective in ("t_dom", "serial", "memory"):
@@ -132,7 +135,7 @@ def test_what_is_said_to_be_proven_holds_for_all_partitions(window: int) -> None
         model = moe_model(layers)
         costs = random_costs(model, seed, longest=1000)
         template = build_template("interleaved-1f1b", pp=2, vpp=2, microbatches=4, joint=True)
-        setting = Setting(model, costs, template, limit=0, method="exact")
+        setting = Setting(model, costs, template, limit=0, method="align")
         worth: dict[str, Callable[[Bounds], int]] = {
             "t_dom": setting.t_dom,
             "serial": lambda bounds, setting=setting: max(int(setting.serial[chunk]) for chunk in pairwise(bounds)),
@@ -148,6 +151,7 @@ def test_what_is_said_to_be_proven_holds_for_all_partitions(window: int) -> None
                 microbatches=4,
                 objective=objective,
                 window=window,
+                method="align",
                 time_limit_s=LONG,
             )
             bounds = (0, *(stage.stop for stage in plan.stages))

@@ -289,12 +289,79 @@ def test_simulate_all_schedules(tmp_path: Path) -> None:
     # 7 is no multiple of pp.
     odd = parsed(run(*args, "--microbatches", "7", "--json"))
     assert {row["schedule"] for row in odd["refused"]} == set(shown) - {row["schedule"] for row in odd["rows"]} != set()
-    text = run(*args, "--microbatches", "7").stdout
+    drawn = run(*args, "--microbatches", "7", "--picture", tmp_path / "all.png", "--trace", tmp_path / "all.json")
+    text = drawn.stdout
     assert "ZB-H1" in text and "left out: Megatron's fixed pair order" in text
+    assert text.count("rank 0") >= len(odd["rows"])  # every timeline is drawn
+    assert (tmp_path / "all.png").is_file() and (tmp_path / "all.json").is_file()
     # Costs of a file state no peak.
     save_cost_table(table_for(MODEL), tmp_path / "own.yaml")
     given = ("simulate", tmp_path / "model.yaml", "--costs", tmp_path / "own.yaml", "--pp", "2", "--schedules", "all")
     assert {row["mfu"] for row in parsed(run(*given, "--json"))["rows"]} == {None}
+
+
+def test_search_prints_the_frontier_and_writes_the_fastest(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(model_to_yaml(MODEL))
+    args = ("plan", tmp_path / "model.yaml", "--pp", "2", "--ep", "2", "--tokens", "64", "--search")
+    args = (
+        *args,
+        "--over",
+        "vpp=1,2,4",
+        "--over",
+        "template=1f1b,dualpipe-v,interleaved-1f1b",
+        "--over",
+        "tokens=32,64",
+    )
+    data = parsed(run(*args, "--json", "-o", tmp_path / "plan.yaml"))
+    rows = data["rows"]
+    planned = [row for row in rows if row["step_ns"] is not None]
+    assert [row["step_ns"] for row in planned] == sorted(row["step_ns"] for row in planned)
+    assert {(row["template"], row["vpp"]) for row in rows} == {
+        ("1f1b", 1),
+        ("dualpipe-v", 2),
+        ("interleaved-1f1b", 1),
+        ("interleaved-1f1b", 2),
+        ("interleaved-1f1b", 4),
+    }
+    assert {row["tokens"] * row["microbatches"] for row in rows} == {64 * 8}
+    frontier = [row for row in planned if row["frontier"]]
+    assert frontier[0] == planned[0]
+    peaks = [row["peak_bytes"] for row in frontier]
+    assert peaks == sorted(set(peaks), reverse=True)
+    for row in planned:
+        assert row["frontier"] or any(
+            other["step_ns"] <= row["step_ns"] and other["peak_bytes"] <= row["peak_bytes"] for other in frontier
+        )
+    written = load_plan(tmp_path / "plan.yaml")
+    assert (written.template, written.mesh.vpp) == (planned[0]["template"], planned[0]["vpp"])
+    text = run(*args).stdout
+    assert "dualpipe-v" in text and "*" in text
+
+
+def test_search_says_what_is_wrong_with_a_grid() -> None:
+    for over, message in (
+        (("vpp=1", "vpp=2"), "once for an axis"),
+        (("speed=1",), "AXIS one of"),
+        (("vpp=two",), "whole numbers"),
+        (("tokens=1000",), "a divisor of"),
+        (("template=none",), "no point of the grid has a plan"),
+    ):
+        result = run("plan", *SMALL, "--search", *(part for text in over for part in ("--over", text)))
+        assert result.exit_code == BAD_INPUT and message in result.stderr, result.output
+    lost = run("plan", *SMALL, "--over", "vpp=1")
+    assert lost.exit_code == BAD_INPUT and "left out without --search" in lost.stderr
+
+
+def test_plans_with_w_pools_and_halves(tmp_path: Path) -> None:
+    given = ("plan", *SMALL, "--microbatches", "6", "--evaluations", "5")
+    target = tmp_path / "plan.yaml"
+    plain = parsed(run(*given, "--json"))
+    halved = parsed(run(*given, "--moe-halves", "--w-pool", "1", "--json", "-o", target))
+    assert (plain["simulate_only"], halved["simulate_only"]) == ([], ["moe-halves"])
+    assert halved["step"]["step_ns"] != plain["step"]["step_ns"]  # experts take longer in halves: no gain here
+    assert parsed(run("simulate", target, "--json"))["step_ns"] == halved["step"]["step_ns"]
+    refused = run("plan", *SMALL, "--template", "gpipe", "--moe-halves")
+    assert refused.exit_code == BAD_INPUT and "moe_halves" in refused.stderr
 
 
 def test_simulate_all_schedules_is_for_models(plan_file: Path) -> None:

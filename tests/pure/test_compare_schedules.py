@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,8 +13,9 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh
 from tessera_rt.planner.baselines import serial_balanced
 from tessera_rt.planner.build import build_plan
-from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Schedule, compare, lower_bound, refusal
+from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Known, Schedule, compare, lower_bound, refusal
 from tessera_rt.scheduler.simulate import simulate
+from tessera_rt.scheduler.templates import RULES
 from tessera_rt.testing.costs import moe_model, uniform_costs
 
 MODEL = moe_model(14, shared=True)
@@ -32,7 +34,7 @@ def line(name: str, rows: list[Compared]) -> Compared:
 
 
 def all_lines(model: ModelSpec = MODEL, costs: CostTable = COSTS, m: int = 16) -> list[Compared]:
-    return list(compare(model, costs, pp=4, vpp=2, microbatches=m))
+    return list(compare(model, costs, pp=4, vpp=2, microbatches=m, evaluations=40))
 
 
 def test_every_schedule_is_there_and_no_step_beats_the_lower_bound() -> None:
@@ -45,7 +47,9 @@ def test_every_schedule_is_there_and_no_step_beats_the_lower_bound() -> None:
         assert split.compute_ns + split.exposed_ns + split.bubble_ns == pytest.approx(row.timeline.step_ns, abs=3)
         assert row.timeline.ranks == 4
         assert row.tokens_per_s == pytest.approx(8 * 1e9 / row.timeline.step_ns)
-    assert {row.schedule.template for row in rows if row.schedule.simulate_only} == {"dualpipe", "chunked"}
+    cannot = {row.schedule.template for row in rows if row.schedule.simulate_only and not row.schedule.halves}
+    assert cannot == {"dualpipe", "chunked"}
+    assert all(row.timeline.label == row.schedule.name for row in rows if row.schedule.template in RULES)
 
 
 def test_lines_stand_in_the_right_relations() -> None:
@@ -60,6 +64,11 @@ def test_lines_stand_in_the_right_relations() -> None:
     assert held["GPipe"] == 16
     assert (held["DualPipe"], held["DualPipeV"]) == (5, 4.5)
     assert held["interleaved 1F1B in pairs"] == 6
+    # Each ingredient of ours is taken only where it helps.
+    exact = {"interleaved 1F1B": "interleaved 1F1B in exact pairs", "DualPipeV": "DualPipeV, exact pair orders"}
+    for title, before in exact.items():
+        assert step[f"{title}, tuned, W pool"] <= step[f"{title}, tuned"] <= step[before]
+        assert step[f"{title}, tuned, W pool, MoE halves"] <= step[f"{title}, tuned, MoE halves"] < step[before]
     peak = {row.schedule.name: row.peak_bytes for row in rows}
     assert peak["DualPipe"] > peak["DualPipeV"]  # two copies of the weights
 
@@ -101,7 +110,7 @@ def test_sizes_that_break_a_schedule_leave_it_out() -> None:
     assert {s.name for s in SCHEDULES} - {row.schedule.name for row in all_lines(m=6)} == left_out
     reason = refusal(Schedule(name="x", template="megatron-1f1b"), pp=4, vpp=2, microbatches=6)
     assert reason is not None and "multiple of pp (4)" in reason
-    with pytest.raises(ScheduleError, match="serial or equal"):
+    with pytest.raises(ScheduleError, match="serial, equal or tuned"):
         refusal(replace(SCHEDULES[0], partition="best"), pp=4, vpp=2, microbatches=8)
 
 
@@ -112,3 +121,26 @@ def test_contention_can_be_overruled() -> None:
         for c in (0.0, None, 1.0)
     ]
     assert steps[0] < steps[1] < steps[2]
+
+
+def test_held_bytes_count_micro_batches_in_flight_and_pending_w() -> None:
+    """14 layers on 4 ranks; the first has one with the embedding (nothing), and 1F1B keeps 4 micro-batches there."""
+    chosen = [schedule for schedule in SCHEDULES if schedule.name in ("1F1B", "ZB-H1")]
+    one, split = compare(MODEL, COSTS, pp=4, vpp=2, microbatches=8, schedules=chosen)
+    sizes = [stop - start for start, stop in pairwise(one.bounds)]
+    sizes[0] -= 1  # embedding
+    sizes[-1] -= 1  # head
+    in_flight = max((4 - rank) * 100 * size for rank, size in enumerate(sizes))
+    # A backward holds the pending W of its first item before the item's activations go.
+    assert in_flight < one.activation_bytes <= in_flight + 50 * max(sizes)
+    assert split.activation_bytes < one.activation_bytes + 4 * 50 * max(sizes)
+
+
+def test_a_second_comparison_profits_from_the_first() -> None:
+    chosen = [schedule for schedule in SCHEDULES if schedule.name == "DualPipeV, tuned"]
+    known = Known()
+    (first,) = compare(MODEL, COSTS, pp=4, vpp=2, microbatches=8, schedules=chosen, evaluations=60, known=known)
+    (again,) = compare(MODEL, COSTS, pp=4, vpp=2, microbatches=12, schedules=chosen, evaluations=0, known=known)
+    (alone,) = compare(MODEL, COSTS, pp=4, vpp=2, microbatches=12, schedules=chosen, evaluations=0)
+    assert first.bounds in known.starts["dualpipe-v"]
+    assert again.timeline.step_ns <= alone.timeline.step_ns

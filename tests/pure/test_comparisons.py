@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tessera_rt.costs import TaskCost
 from tessera_rt.errors import ScheduleError
 from tessera_rt.plan import ActionKind
-from tessera_rt.scheduler.chunked import chunked_costs
+from tessera_rt.scheduler.chunked import alone, chunked_costs, halved_costs
 from tessera_rt.scheduler.comparisons import dualpipe_template, simulate_chunked, simulate_dualpipe
+from tessera_rt.scheduler.graphs import action_graph
+from tessera_rt.scheduler.interleave import interleave
 from tessera_rt.scheduler.simulate import simulate_schedule
 from tessera_rt.scheduler.templates import build_template, held_chunks
 from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
@@ -137,3 +139,36 @@ def test_impossible_chunks_are_refused() -> None:
     with pytest.raises(ScheduleError) as caught:
         chunked_costs(model, uniform_costs(model), chunks=0, mlp_overhead=-1)
     assert [problem.field for problem in caught.value.problems] == ["chunks", "mlp_overhead"]
+
+
+def test_which_actions_run_alone() -> None:
+    assert [key for key in ("0F", "3B", "3I;1W", "2W", "0F;3B", "0F;3I", "0F;3I;1W", "0F;1F") if alone(key)] == [
+        *("0F", "3B", "3I;1W", "2W", "0F;1F")
+    ]
+
+
+def test_halves_change_only_what_runs_alone() -> None:
+    """Warm-up and cool-down of a joint order get the halved layers' times, the pairs do not."""
+    model = moe_model(4)
+    costs = uniform_costs(model, (20, 40, 7), comm_ns=10)
+    template = build_template("1f1b", pp=2, vpp=1, microbatches=6, joint=True)
+    bounds = [(0, 3), (3, 6)]
+    halved = halved_costs(model, costs)
+    keys = {action.key for row in template.actions for action in row}
+    orders = {
+        key: interleave(action_graph(key, model, halved if alone(key) else costs, bounds), key, method="align")
+        for key in keys
+    }
+    timeline = simulate_schedule(template.stage_ranks, template.actions, bounds, orders, model, costs, halves=True)
+    paired = {
+        (part.stage, part.microbatch, str(part.kind))
+        for row in template.actions
+        for action in row
+        for part in action.passes
+        if len(action.passes) > 1
+    }
+    lengths = {True: set(), False: set()}
+    for span in timeline.spans:
+        if span.lane == "COMM" and span.name.startswith(("F_DISP", "B_DISP")):
+            lengths[(span.stage, span.microbatch, span.name[0]) in paired].add(span.end_ns - span.start_ns)
+    assert lengths == {True: {10}, False: {5}}

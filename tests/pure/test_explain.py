@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
 from tessera_rt.costs import ItemMemory
 from tessera_rt.plan import Mesh
 from tessera_rt.planner.build import build_plan
-from tessera_rt.planner.explain import alternative_rows, explain, item_names, memory_rows, stage_rows
+from tessera_rt.planner.explain import (
+    alternative_rows,
+    explain,
+    interleaving_line,
+    item_names,
+    memory_rows,
+    stage_rows,
+)
 from tessera_rt.testing.costs import dense_model, moe_model, uniform_costs
 
 
@@ -47,11 +55,25 @@ def test_the_text_names_what_matters() -> None:
         "no partition has less than",
         "with contention 0; T_dom and the makespans of pairs are without contention",
         "objective step",
+        f"interleavings: {sum(bool(entry.order) for entry in plan.interleavings.values())} exact (proven shortest)",
         "serial-balanced",
         "can be simulated, not run yet: mtp",
         "made by hand for a test",
     ):
         assert expected in text
+
+
+def test_interleavings_that_are_not_proven_are_stated_with_their_gap() -> None:
+    model = moe_model(6)
+    plan = build_plan(model, Mesh(pp=2), uniform_costs(model, comm_ns=4), microbatches=4, method="align")
+    (key, entry), *others = ((k, e) for k, e in plan.interleavings.items() if e.order)
+    assert interleaving_line(plan) == f"{1 + len(others)} by +Align"
+    bounded = replace(entry, method="defer", bound_ns=entry.makespan_ns * 4 // 5)
+    limited = replace(plan, interleavings={**plan.interleavings, key: bounded})
+    gap = bounded.makespan_ns / bounded.bound_ns - 1
+    assert interleaving_line(limited) == (
+        f"{len(others)} by +Align, 1 by +Defer, without contention at most {gap:.1%} longer than the proven bound"
+    )
 
 
 def test_item_names() -> None:

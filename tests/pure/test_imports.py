@@ -46,7 +46,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "engine": ("moe.steps", "moe.transport", "split", "waits", "kernels", "words"),
     "cuda_graphs": ("errors",),
     "models": ("moe", "split", "words"),
-    "integrations": ("moe", "split", "words"),
+    "integrations": ("kernels.options", "kernels.weights", "moe", "split", "words"),
     "microbench": ("kernels", "moe", "words"),
     "testing": ("cuda_graphs", "kernels", "words", "split", "moe", "models", "scheduler"),  # no other group imports it
     "config": ("scheduler", "words"),

@@ -39,7 +39,7 @@ def made(setting: Setting, centers: list[Bounds], window: int | None, at_most: i
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(SEEDS, st.sampled_from([(2, 1), (4, 1), (2, 2), (3, 2), (2, 3)]), st.booleans(), st.booleans())
 def test_the_optimum_is_that_of_brute_force(seed: int, mesh: tuple[int, int], limited: bool, near: bool) -> None:
     setting = make_setting(seed, *mesh)
@@ -67,7 +67,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int, mesh: tuple[int, int], li
     assert lazy is not None and lazy.value == least == setting.t_dom(lazy.bounds)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(SEEDS, st.sampled_from([(3, 2), (4, 2), (3, 3)]), st.booleans())
 def test_it_agrees_with_the_integer_program(seed: int, mesh: tuple[int, int], limited: bool) -> None:
     setting = make_setting(seed, *mesh, layers=16)
@@ -105,7 +105,7 @@ def frontier_optimum(cands: Candidates, tables: tuple[EdgeCosts, ...]) -> int:
     return min(states.values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(SEEDS, st.sampled_from([(2, 2), (3, 2)]))
 def test_free_boundaries_agree_with_a_search_stage_by_stage(seed: int, mesh: tuple[int, int]) -> None:
     setting = make_setting(seed, *mesh, layers=6)

@@ -22,14 +22,14 @@ from tessera_rt.testing.schedules import Bounds, Case, orders
 
 
 def uniform_case(
-    name: str, pp: int, vpp: int, m: int, f: int, b: int, *, joint: bool = False, link: Link | None = None
+    name: str, pp: int, vpp: int, m: int, f: int, b: int, *, w: int = 0, joint: bool = False, link: Link | None = None
 ) -> Case:
-    """One dense layer per stage, F and B of ``f`` and ``b`` ns; embedding and head take no time; 1 byte per message."""
+    """One dense layer per stage, F, B and W of ``f``, ``b`` and ``w`` ns; embedding and head take no time; 1 byte per message."""
     template = build_template(name, pp=pp, vpp=vpp, microbatches=m, joint=joint)
     stages = pp * vpp
     model = dense_model(stages)
     memory = {item.label: ItemMemory(output=1) for item in model.items}
-    times = {f"L{i}": (f, b, 0) for i in range(stages)}
+    times = {f"L{i}": (f, b, w) for i in range(stages)}
     costs = item_costs(model, times, memory, link=link)
     bounds = [(1 + s - (s == 0), 2 + s + (s == stages - 1)) for s in range(stages)]
     return Case(
@@ -50,6 +50,7 @@ def test_case_34_known_step_times() -> None:
     assert uniform_case("1f1b", 4, 1, 8, 1, 2).timeline().step_ns == 33
     # F = 1 and B = 2 per rank, halved over two stages, in units of 1/10
     assert uniform_case("interleaved-1f1b", 4, 2, 8, 5, 10).timeline().step_ns == 285
+    assert uniform_case("zb-h1", 4, 1, 8, 1, 1, w=1).timeline().step_ns == 27
     half = Link(latency_ns=5)
     assert uniform_case("gpipe", 2, 1, 2, 10, 20, link=half).timeline().step_ns == 100
     assert uniform_case("1f1b", 2, 1, 2, 10, 20, link=half).timeline().step_ns == 100

@@ -94,6 +94,7 @@ def test_overlap_off_on_one_rank_is_the_sum_of_all_work(case: Case) -> None:
     assert other.timeline(overlap=False, contention=0.0) == timeline
 
 
+@settings(max_examples=40)
 @given(cases(), st.integers(0, 10**6), st.integers(1, 20), st.booleans())
 def test_no_task_that_takes_longer_makes_the_step_shorter(case: Case, which: int, more: int, overlap: bool) -> None:
     """Without contention; with it a longer collective can slow what would otherwise run beside a later one."""

@@ -247,3 +247,28 @@ def test_all_problems_of_the_arguments_at_once() -> None:
         build_template("zb-h9", pp=2, vpp=1, microbatches=1, joint=False)
     with pytest.raises(ScheduleError, match="placement"):
         build_template("gpipe", pp=2, vpp=1, microbatches=1, joint=False, placement="w")
+
+
+def test_larger_groups_keep_more_in_flight() -> None:
+    """(vpp-1)(g-pp) more chunks on every rank."""
+    small, large = (
+        build_template("interleaved-1f1b", pp=4, vpp=3, microbatches=16, joint=True, group=group) for group in (None, 8)
+    )
+    assert [sum(action.kind is ActionKind.F for action in row) for row in large.actions] == [
+        sum(action.kind is ActionKind.F for action in row) + 2 * (8 - 4) for row in small.actions
+    ]
+    assert build_template("interleaved-1f1b", pp=4, vpp=3, microbatches=16, joint=True, group=4) == small
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "pad", "message"),
+    [
+        ("interleaved-1f1b", 3, "groups", "at least pp"),
+        ("interleaved-1f1b", 8, "shadow", "without shadow padding"),
+        ("zb-v", 8, "groups", "left out, except for interleaved-1f1b and interleaved-zb"),
+        ("megatron-1f1b", 8, "groups", "left out"),
+    ],
+)
+def test_groups_that_cannot_be(name: str, group: int, pad: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build_template(name, pp=4, vpp=2, microbatches=16, joint=True, pad=pad, group=group)

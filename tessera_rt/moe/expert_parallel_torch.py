@@ -1,80 +1,21 @@
-"""The experts of one rank between dispatch and combine: received units to rows of the experts, and back.
-
-triton  CUDA, or interpreted: ``kernels.expert_rows``; counts stay on the device (expert_parallel_triton.py)
-torch   anywhere: the grouped experts of ``torch_backend``
-"""
+"""The experts of one rank between dispatch and combine, in plain torch: the grouped experts of ``torch_backend``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels import reference
 from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.row_gradients import Needs, RowGradients
 from tessera_rt.kernels.transport_calls import Received
 from tessera_rt.kernels.weights import ExpertWeights, MainGrads
+from tessera_rt.moe.expert_parallel_rows import Computed
 from tessera_rt.moe.torch_backend import TorchBackend
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """``y``: the experts' rows; ``position`` [R, J] int32: the row of each received choice, -1 for none. For backward:
-    tensors ``kept`` and ``state``."""
-
-    y: Tensor
-    position: Tensor
-    kept: Sequence[Tensor | None]
-    state: Any
-
-
-class RowsCompute(Protocol):
-    """Computes the experts' rows, without the sum over a token's choices."""
-
-    def forward(
-        self, received: Received[Any], experts: ExpertWeights, gate: Gate, limit: int, *, recompute: bool
-    ) -> Computed:
-        """At most ``limit`` rows: choices behind get position -1."""
-        ...
-
-    def backward(
-        self,
-        grad: Tensor,
-        received: Received[Any],
-        experts: ExpertWeights,
-        gate: Gate,
-        kept: Sequence[Tensor | None],
-        state: Any,
-        *,
-        main_grads: MainGrads,
-        needs: Needs,
-    ) -> RowGradients:
-        """For ``grad`` [R, H] of each unit's weighted sum; ``x_rows`` at the same positions as ``y``."""
-        ...
-
-
-def compute_for(device: torch.device, given: RowsCompute | str | None) -> RowsCompute:
-    """The one given, by object or name; by default triton on CUDA and torch elsewhere. Raises SpecError."""
-    if given is not None and not isinstance(given, str):
-        return given
-    name = given or ("triton" if device.type == "cuda" else "torch")
-    if name == "torch":
-        return TorchRows()
-    if name != "triton":
-        raise SpecError.of("expert_parallel_mlp", [Problem("compute", name, "torch or triton")])
-    try:  # an optional package, loaded by those who use it
-        from tessera_rt.moe.expert_parallel_triton import TritonRows
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        problem = Problem("compute", name, "torch where Triton is missing", "pip install tessera-rt[triton]")
-        raise SpecError.of("expert_parallel_mlp", [problem]) from error
-    return TritonRows()
 
 
 class TorchRows:
