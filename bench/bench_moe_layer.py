@@ -3,12 +3,13 @@
     python bench/bench_moe_layer.py [--rounds N] [--threads N] [--cells 0 1 ...] [--quick]
 
 Both sides hold the same weights (checked: outputs and gradients agree) and run in turn, in an order that turns from
-round to round; a ratio is the median over rounds of the peer's time over ours, so load from elsewhere meets both. Peers
-of transformers: ``grouped_mm`` (its default, the one to beat), ``eager`` and ``batched_mm`` (in the last round only:
-they are slow), ``batched_mm`` not where it would gather more than 4 GB of weights, ``eager`` not where its backward would
-write more than 100 GB of zeros (a gradient of all experts for every expert). A step is zero_grad(set_to_none),
-forward, backward. Wall time decides; CPU time of the process stands beside it. Peak memory is the growth of the
-resident set over the weights and inputs, in a process of its own for each side.
+round to round; a ratio is the median over rounds of the peer's time over ours, so load from elsewhere meets both.
+
+Peers of transformers: ``grouped_mm``, its default and the one to beat; ``batched_mm``, not where it would gather more
+than 4 GB of weights; ``eager``, not where its backward would write more than 100 GB of zeros (a gradient of all experts
+for every expert). The last two run in the last round only: they are slow. A step is zero_grad(set_to_none), forward,
+backward. Wall time decides; CPU time of the process stands beside it. Peak memory is the growth of the resident set
+over weights and inputs, in a process of its own for each side.
 
 Writes results/moe_layer.json and results/moe_layer.png; ``--quick``: the smallest cell, two rounds, no files.
 """

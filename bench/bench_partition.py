@@ -83,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for size in ["M-C2"] if quick else SIZES:
         rows.append(row_of(size, cp_sat=not quick))
         out.print(f"{size}: " + ", ".join(f"{key} {value}" for key, value in rows[-1].items() if key != "size"))
+        if not quick:
+            save(rows, [], [])  # it takes minutes: what is there is kept
     out.print(search_table(rows), memory_table(rows), value_table(rows))
     if quick:
         return

@@ -35,7 +35,7 @@ from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Workload
 from tessera_rt.files.model_files import load_model
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, compare
+from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Known, compare
 from tessera_rt.tasks import TaskKind, parse_task_name
 
 RESULTS = Path(__file__).with_name("results")
@@ -45,7 +45,7 @@ NO_OVERLAP, FIXED, ZB_V = "interleaved 1F1B, no overlap", "Megatron's fixed pair
 MOST_HELD = 1.25
 SENSITIVITY = "sensitivity"
 PARTS = ("64", "32", SENSITIVITY)
-EVALUATIONS = 200
+EVALUATIONS = 1600
 Row = dict[str, Any]
 
 
@@ -92,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     out.print("No recomputation; memory is reported, not limited. Combine reduced; contention as in the device file.")
     if given.quick:
-        report(rows_of(SUBJECTS[0], device, 16, min(given.evaluations, 50)), out)
+        report(rows_of(SUBJECTS[0], device, 16, min(given.evaluations, 50), Known()), out)
         return
+    known = {subject.name: Known() for subject in SUBJECTS}
     for part in given.parts:
         for subject in SUBJECTS:
             if given.only and subject.name not in given.only:
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows = sensitivity_of(subject, device, given.evaluations // 4)
                 out.print(sensitivity_table(rows))
             else:
-                rows = rows_of(subject, device, int(part), given.evaluations)
+                rows = rows_of(subject, device, int(part), given.evaluations, known[subject.name])
                 report(rows, out)
             seconds = time.process_time() - began
             out.print(f"{subject.name}, {part}: {seconds:.0f} s of CPU")
@@ -116,17 +117,17 @@ def report(rows: Sequence[Row], out: Console) -> None:
     out.print(*claims(rows), sep="\n", style="bold")
 
 
-def rows_of(subject: Subject, device: DeviceSpec, microbatches: int, evaluations: int) -> list[Row]:
-    """The rows of a model."""
+def rows_of(subject: Subject, device: DeviceSpec, microbatches: int, evaluations: int, known: Known) -> list[Row]:
+    """The rows of a model. ``known``: of its rows for other numbers of micro-batches."""
     model, costs = costs_of(subject, device)
     found = [
         row_of(subject, compared, device)
         for compared in compare(
-            model, costs, pp=PP, vpp=subject.vpp, microbatches=microbatches, evaluations=evaluations
+            model, costs, pp=PP, vpp=subject.vpp, microbatches=microbatches, evaluations=evaluations, known=known
         )
     ]
     fixed = next(row["activation_bytes"] for row in found if row["schedule"] == FIXED)
-    return [{**row, "held_over_fixed": row["activation_bytes"] / fixed} for row in found]
+    return [{**row, "held_over_fixed": row["activation_bytes"] / fixed, "evaluations": evaluations} for row in found]
 
 
 def costs_of(subject: Subject, device: DeviceSpec) -> tuple[ModelSpec, CostTable]:

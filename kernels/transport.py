@@ -45,7 +45,7 @@ from tessera_rt.kernels.transport_signal_kernels import wait_kernel
 
 BLOCK, BLOCK_H, WARPS = 8, 512, 8  # rows and columns of a tile: a warp has a row of 512
 COUNT_BLOCK, COUNT_WARPS = 128, 4
-REACH_BLOCK, REACH_WARPS = 64, 8
+REACH_BLOCK, REACH_WARPS = 128, 8
 # Looks at a flag in local memory: some minutes, because ranks may still compile. About a microsecond each on a GPU
 # (an estimate), a tenth of a millisecond and more where kernels are interpreted.
 POLLS_CUDA, POLLS_INTERPRETED = 200_000_000, 500_000

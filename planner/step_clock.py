@@ -9,8 +9,9 @@ from tessera_rt.planner.candidates import Bounds, Range, ranges
 from tessera_rt.planner.pair_costs import PairCosts
 from tessera_rt.scheduler.chunked import alone
 from tessera_rt.scheduler.fast_steps import Blocks, FastSteps, Ran, occupancies
+from tessera_rt.scheduler.part_costs import PartCosts
 
-_Kind = tuple[bool, tuple[tuple[ActionKind, int], ...]]
+_Kind = tuple[bool, str, tuple[tuple[ActionKind, int], ...]]
 
 
 class SharedBlocks:
@@ -19,13 +20,15 @@ class SharedBlocks:
     def __init__(self) -> None:
         self.blocks = Blocks()
         self.numbers: dict[_Kind, int] = {}
+        self.small: dict[PairCosts, PairCosts] = {}  # costs of full micro-batches -> of small ones
 
 
 class StepClock:
     """Simulated step time (ns) of partitions under one order of passes; the simulator's, to the nanosecond.
 
     ``pairs``: costs and task orders of actions; ``alone_pairs``: of actions that run ``chunked.alone``, where theirs
-    differ (MoE layers in halves). Clocks that share ``blocks`` do not prepare the same action twice. Raises
+    differ (MoE layers in halves). ``tapered``: so many micro-batches at either end are small (``part_costs.py``); their
+    actions have the task orders of full ones. Clocks that share ``blocks`` do not prepare the same action twice. Raises
     ScheduleError for an order that cannot run.
     """
 
@@ -37,12 +40,15 @@ class StepClock:
         *,
         alone_pairs: PairCosts | None = None,
         blocks: SharedBlocks | None = None,
+        tapered: int = 0,
     ) -> None:
         self.stage_ranks = tuple(stage_ranks)
         self.pairs = pairs
         self.alone_pairs = alone_pairs
         self.blocks = blocks or SharedBlocks()
-        self._steps = FastSteps(stage_ranks, actions)
+        self.tapered = tapered
+        self._sizes, self._small = self._small_pairs(actions) if tapered else ({}, self.blocks.small)
+        self._steps = FastSteps(stage_ranks, actions, kind_of=self._sizes or None)
         self._outputs = [pairs.costs.memory[item.label].output for item in pairs.model.items]
         self._known: dict[Bounds, int] = {}
 
@@ -53,7 +59,14 @@ class StepClock:
 
     def for_order(self, actions: Sequence[Sequence[Action]]) -> StepClock:
         """A clock for another order of the same stages."""
-        return StepClock(self.stage_ranks, actions, self.pairs, alone_pairs=self.alone_pairs, blocks=self.blocks)
+        return StepClock(
+            self.stage_ranks,
+            actions,
+            self.pairs,
+            alone_pairs=self.alone_pairs,
+            blocks=self.blocks,
+            tapered=self.tapered,
+        )
 
     def run(self, bounds: Bounds) -> Ran:
         """The step with the times of all tasks."""
@@ -72,11 +85,31 @@ class StepClock:
         """The costs that hold for an action."""
         return self.alone_pairs if self.alone_pairs is not None and alone(action.key) else self.pairs
 
+    def _small_pairs(self, actions: Sequence[Sequence[Action]]) -> tuple[dict[Action, str], dict[PairCosts, PairCosts]]:
+        """Each action's key with a letter a pass for its size, and what costs of full micro-batches are for small."""
+        model, costs = self.pairs.model, self.pairs.costs
+        microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
+        tables = PartCosts.of(model, costs, microbatches, halves=self.alone_pairs is not None, tapered=self.tapered)
+        sizes = {
+            action: f"{action.key} " + "".join("fs"[tables.is_small(part.microbatch)] for part in action.passes)
+            for row in actions
+            for action in row
+        }
+        if self.pairs not in self.blocks.small:
+            self.blocks.small[self.pairs] = PairCosts(model, tables.small)
+        if self.alone_pairs is not None and self.alone_pairs not in self.blocks.small:
+            self.blocks.small[self.alone_pairs] = PairCosts(model, tables.small_alone)
+        return sizes, self.blocks.small
+
     def _block(self, action: Action, chunks: Sequence[Range], numbers: Sequence[int]) -> int:
         pairs = self.pairs_of(action)
-        key = (pairs is not self.pairs, tuple((part.kind, numbers[part.stage]) for part in action.passes))
+        size = self._sizes.get(action, "").partition(" ")[2]
+        key = (pairs is not self.pairs, size, tuple((part.kind, numbers[part.stage]) for part in action.passes))
         if key not in self.blocks.numbers:
-            graphs = [pairs.graph(part.kind, chunks[part.stage]) for part in action.passes]
+            graphs = [
+                (self._small[pairs] if size[i : i + 1] == "s" else pairs).graph(part.kind, chunks[part.stage])
+                for i, part in enumerate(action.passes)
+            ]
             place = {name: i for i, name in enumerate(name for graph in graphs for name in graph.names)}
             order = [place[name] for name in pairs.interleaving(action, chunks).order]
             self.blocks.numbers[key] = self.blocks.blocks.add(graphs, order)

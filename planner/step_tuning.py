@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from tessera_rt.planner.candidates import Bounds, ranges
 from tessera_rt.planner.chain_dp import improve
 
-HEAT = 0.004
-"""Annealing begins by accepting partitions that are about this much slower."""
+_ROUNDS = ((0, 0.3, 0.03), (1, 0.15, 0.015), (2, 0.1, 0.015), (-1, 0.2, 0.012), (-1, 0.1, 0.004))
+"""Annealing: which start by rank (-1: the best so far), share of the evaluations, and heat: it begins by accepting
+partitions that are about this much slower. The rest of the evaluations is local search."""
+_SHARE_LEFT = 1 - sum(share for _, share, _ in _ROUNDS)
 _SPREAD = (0, 0, 0, 1, 1, 2, 3)
 """By how many neighbours a moved boundary is accompanied."""
 
@@ -33,8 +35,7 @@ def tuned(
     """The fastest partition found, never slower than the starts.
 
     ``shortest``: fewest items of a stage. ``excess``: bytes over a memory limit; partitions with any are looked at only
-    while none is known that keeps it. ``evaluations``: partitions timed, the starts not counted; half of them near the
-    fastest start, the others near the next two and the best of all.
+    while none is known that keeps it. ``evaluations``: partitions timed, the starts not counted.
     """
 
     def key(bounds: Bounds) -> tuple[float, float]:
@@ -43,17 +44,21 @@ def tuned(
 
     ranked = sorted(dict.fromkeys(starts), key=lambda bounds: (key(bounds), bounds))
     best = ranked[0]
-    for number, (start, share) in enumerate(zip(ranked, (0.5, 0.15, 0.15), strict=False)):
-        draw = random.Random(f"{seed} {number}")
-        found = _annealed(key, start, round(share * evaluations), shortest, draw, out_of_time)
-        best = min(best, found, key=lambda bounds: (key(bounds), bounds))
-    return improve(best, key, shortest=shortest, evaluations=max(1, evaluations // 5), out_of_time=out_of_time)
+    for number, (rank, share, heat) in enumerate(_ROUNDS):
+        if rank < len(ranked):
+            start = ranked[rank] if rank >= 0 else best
+            draw = random.Random(f"{seed} {number}")
+            found = _annealed(key, start, round(share * evaluations), heat, shortest, draw, out_of_time)
+            best = min(best, found, key=lambda bounds: (key(bounds), bounds))
+    left = max(1, round(_SHARE_LEFT * evaluations))
+    return improve(best, key, shortest=shortest, evaluations=left, out_of_time=out_of_time)
 
 
 def _annealed(
     key: Callable[[Bounds], tuple[float, float]],
     start: Bounds,
     evaluations: int,
+    heat: float,
     shortest: int,
     draw: random.Random,
     out_of_time: Callable[[], bool],
@@ -69,11 +74,11 @@ def _annealed(
         if moved is None:
             continue
         value = key(moved)
-        heat = HEAT * (1 - i / evaluations)
+        now = heat * (1 - i / evaluations)
         accepted = value < current_value
-        if not accepted and value[0] == current_value[0] == 0 and heat > 0:
+        if not accepted and value[0] == current_value[0] == 0:
             slower = value[1] / max(1.0, current_value[1]) - 1
-            accepted = draw.random() < math.exp(-slower / heat)
+            accepted = draw.random() < math.exp(-slower / now)
         if accepted:
             current, current_value = moved, value
             if value < best_value:

@@ -128,7 +128,8 @@ def _draw_memory(axes: Axes, memory: Sequence[MemorySeries], step_ms: float) -> 
     axes.set_xlabel("time (ms)", color=_TEXT)
     axes.tick_params(color=_QUIET, labelcolor=_TEXT)
     peak = max(memory, key=lambda series: series.peak_bytes)
-    axes.set_title("planned memory (GiB), a line a rank, rank 0 darkest", loc="left", fontweight="bold", color=_TEXT, pad=5)
+    title = "planned memory (GiB), a line a rank, rank 0 darkest"
+    axes.set_title(title, loc="left", fontweight="bold", color=_TEXT, pad=5)
     text = f"peak {peak.peak_bytes / 2**30:.1f} GiB on rank {peak.rank}"
     axes.set_title(text, loc="right", fontsize=8.5, color=_TEXT, pad=5)
     for side in ("top", "right"):

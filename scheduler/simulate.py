@@ -25,8 +25,9 @@ from tessera_rt.costs import CostTable
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Interleaving, Plan
-from tessera_rt.scheduler.chunked import MOE_HALVES, halved_costs
+from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.graphs import Bounds
+from tessera_rt.scheduler.part_costs import PartCosts
 from tessera_rt.scheduler.simulate_program import Program, build_program
 from tessera_rt.scheduler.simulate_run import Transfer, run_program
 from tessera_rt.timeline import Span, Timeline
@@ -73,11 +74,13 @@ def simulate_schedule(
     label: str = "",
     copies: int = 1,
     halves: bool = False,
+    tapered: int = 0,
 ) -> Timeline:
     """The same before there is a Plan: ``stage_ranks[s]`` and items ``bounds[s]`` of every stage, ``actions[r]`` of
     every rank, one interleaving per action key (not looked at with overlap off). ``copies``: the stages are that many
     copies of the model one after the other, and each micro-batch goes through one of them. ``halves``: MoE layers of
-    actions that run ``chunked.alone`` go in two halves."""
+    actions that run ``chunked.alone`` go in two halves. ``tapered``: so many micro-batches at either end are small
+    (``part_costs.py``)."""
     program = build_program(
         stage_ranks,
         actions,
@@ -87,7 +90,7 @@ def simulate_schedule(
         costs,
         overlap=overlap,
         copies=copies,
-        alone_costs=halved_costs(model, costs) if halves else None,
+        part_costs=_part_costs(actions, model, costs, halves, tapered),
     )
     _, transfers = run_program(program, contention_rate(costs, contention))
     spans = tuple(_task_spans(program) + _link_spans(program, transfers))
@@ -105,6 +108,7 @@ def step_time(
     overlap: bool = True,
     contention: float | None = None,
     halves: bool = False,
+    tapered: int = 0,
 ) -> int:
     """``simulate_schedule(...).step_ns`` without building the timeline."""
     program = build_program(
@@ -115,9 +119,18 @@ def step_time(
         model,
         costs,
         overlap=overlap,
-        alone_costs=halved_costs(model, costs) if halves else None,
+        part_costs=_part_costs(actions, model, costs, halves, tapered),
     )
     return run_program(program, contention_rate(costs, contention))[0]
+
+
+def _part_costs(
+    actions: Sequence[Sequence[Action]], model: ModelSpec, costs: CostTable, halves: bool, tapered: int
+) -> PartCosts | None:
+    if not (halves or tapered):
+        return None
+    microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
+    return PartCosts.of(model, costs, microbatches, halves=halves, tapered=tapered)
 
 
 def contention_rate(costs: CostTable, contention: float | None) -> float:

@@ -13,8 +13,8 @@ from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, ActionKind, Interleaving
-from tessera_rt.scheduler.chunked import alone
 from tessera_rt.scheduler.graphs import Bounds, chunk_graph, key_parts
+from tessera_rt.scheduler.part_costs import PartCosts
 from tessera_rt.tasks import Pass, Resource, Task
 
 COMP, COMM = 0, 1
@@ -137,13 +137,13 @@ def build_program(
     *,
     overlap: bool,
     copies: int = 1,
-    alone_costs: CostTable | None = None,
+    part_costs: PartCosts | None = None,
 ) -> Program:
-    """The arrays of a schedule; ``copies``: see ``Passes``. ``alone_costs``: of actions that run ``chunked.alone``.
+    """The arrays of a schedule; ``copies``: see ``Passes``. ``part_costs``: of passes, where not all have ``costs``.
 
     Raises ScheduleError with the problems of the lists, CostError for missing costs.
     """
-    shapes: dict[str, ActionTasks] = {}
+    shapes: dict[tuple[str, tuple[int, ...]], ActionTasks] = {}
     problems = _list_problems(stage_ranks, actions)
     if overlap:
         keys = sorted({action.key for row in actions for action in row})
@@ -163,10 +163,11 @@ def build_program(
         mine: list[ActionRun] = []
         for action in row:
             key = action.key
-            if key not in shapes:
-                table = costs if alone_costs is None or not alone(key) else alone_costs
-                shapes[key] = _action_tasks(key, bounds, interleavings[key] if overlap else None, model, table)
-            shape = shapes[key]
+            tables = (costs,) * len(action.passes) if part_costs is None else part_costs.tables(action)
+            kind = key, tuple(map(id, tables))
+            if kind not in shapes:
+                shapes[kind] = _action_tasks(key, bounds, interleavings[key] if overlap else None, model, tables)
+            shape = shapes[kind]
             numbers = tuple(passes.number(part.stage, part.kind, part.microbatch) for part in action.passes)
             size = len(shape.tasks)
             run = ActionRun(rank, action, shape, [-1] * size, [-1] * (size + len(numbers)), numbers)
@@ -213,15 +214,16 @@ def _list_problems(stage_ranks: Sequence[int], actions: Sequence[Sequence[Action
 
 
 def _action_tasks(
-    key: str, bounds: Bounds, interleaving: Interleaving | None, model: ModelSpec, costs: CostTable
+    key: str, bounds: Bounds, interleaving: Interleaving | None, model: ModelSpec, costs: Sequence[CostTable]
 ) -> ActionTasks:
-    """``interleaving`` None: overlap off, the passes one after the other on one lane, each in its canonical order."""
+    """``costs``: of each pass. ``interleaving`` None: overlap off, the passes one after the other on one lane, each in
+    its canonical order."""
     part_of: dict[str, int] = {}
     tasks: dict[str, Task] = {}
     parts = key_parts(key, len(bounds))
     for number, (stage, kind) in enumerate(parts):
         pass_ = Pass.B if kind == "I" else Pass(kind)
-        for task in chunk_graph(model, costs, *bounds[stage], pass_, with_w=kind != "I").tasks:
+        for task in chunk_graph(model, costs[number], *bounds[stage], pass_, with_w=kind != "I").tasks:
             tasks[task.name] = task
             part_of[task.name] = number
     order = interleaving.order if interleaving else tuple(tasks)

@@ -35,9 +35,11 @@ from tessera_rt.cli.plan import (
     Window,
 )
 from tessera_rt.cli.schedules import schedule_rows, schedule_table
+from tessera_rt.cost_sources.device import device_ids, load_device
 from tessera_rt.costs import CostTable
 from tessera_rt.errors import CostError, Problem
 from tessera_rt.model_spec import ModelSpec
+from tessera_rt.plan import Plan
 from tessera_rt.planner.memory_timeline import memory_series
 from tessera_rt.scheduler.draw import save_perfetto, save_picture, split_table, terminal_grid
 from tessera_rt.scheduler.simulate import simulate as simulate_plan
@@ -213,13 +215,13 @@ def simulate(
     if trace is not None:
         save_perfetto(shown, trace)
     files = {name: path for name, path in (("picture", picture), ("trace", trace)) if path is not None}
-    tokens = plan.workload.tokens * plan.mesh.dp * plan.mesh.ep * plan.microbatches
+    rates = _rates(plan, table, timeline.step_ns)
     if json:
         data = {
             "model": plan.model,
             "overlap": overlap,
             **cli_tables.timeline_row(timeline),
-            "tokens_per_s": tokens * 1e9 / timeline.step_ns if timeline.step_ns else None,
+            **rates,
             "rows": cli_tables.rank_rows(timeline),
             "files": {name: str(path) for name, path in files.items()},
         }
@@ -235,6 +237,9 @@ def simulate(
     out = console()
     out.print(terminal_grid(timeline, out.width))
     out.print(split_table(timeline))
+    if rates["tokens_per_s"] is not None:
+        share = "" if rates["mfu"] is None else f", {100 * rates['mfu']:.1f} % of the ranks' peak"
+        out.print(f"{rates['tokens_per_s']:,.0f} tokens/s{share}")
     if noisy is not None:
         row = cli_noisy.noise_row(noisy)
         out.print(cli_noisy.noise_table(row))
@@ -246,6 +251,19 @@ def simulate(
         out.print(cli_noisy.sensitivity_table(effects))
     for path in files.values():
         out.print(f"wrote {path}")
+
+
+def _rates(plan: Plan, costs: CostTable, step_ns: int) -> dict[str, float | None]:
+    """Tokens per second of all ranks, and MFU: executed work over the ranks' peak, where the device is known."""
+    if not step_ns:
+        return {"tokens_per_s": None, "mfu": None}
+    tokens = plan.workload.tokens * plan.mesh.dp * plan.mesh.ep * plan.microbatches
+    mfu = None
+    if costs.provenance.source == "roofline" and costs.provenance.device in device_ids():
+        peak = load_device(costs.provenance.device).peak_flops[plan.workload.dtype]
+        work = sum(cost.flops for cost in costs.tasks.values()) * plan.microbatches
+        mfu = work * 1e9 / (step_ns * plan.mesh.pp * peak)
+    return {"tokens_per_s": tokens * 1e9 / step_ns, "mfu": mfu}
 
 
 def _check_extras(asked: bool) -> None:

@@ -20,7 +20,7 @@ from tessera_rt.moe.host_memory import large_empty
 
 # Costs in rows. A product of few rows waits for its weight, so rows below this number cost nothing more.
 _WEIGHT_ROWS = 32
-_SEGMENT_ROWS = 24  # starting another batched product and waiting for its threads
+_SEGMENT_WORK = 3_000_000  # multiply-adds in the time that another batched product takes to start and to end
 _LONGEST = 16  # experts of a segment that the search looks back over
 
 
@@ -61,23 +61,26 @@ class Grouping:
     total: int
 
     @classmethod
-    def restored(cls, source: Tensor, position: Tensor, counts: Tensor) -> Grouping:
-        """The grouping of which these are the tensors."""
+    def restored(cls, source: Tensor, position: Tensor, counts: Tensor, work: int) -> Grouping:
+        """The grouping of which these are the tensors; ``work`` as it was."""
         of_expert = counts.tolist()
-        return cls(source, position, counts, segments(of_expert), sum(of_expert))
+        return cls(source, position, counts, segments(of_expert, work), sum(of_expert))
 
     @property
     def rows(self) -> int:
         return self.source.numel()
 
 
-def group_choices(ids: Tensor, experts: int) -> Grouping:
-    """``ids`` [T, K] of any integer type -> their grouping; ids outside 0 .. E - 1 are not routed. Reads the counts."""
+def group_choices(ids: Tensor, experts: int, work: int) -> Grouping:
+    """``ids`` [T, K] of any integer type -> their grouping; ids outside 0 .. E - 1 are not routed. Reads the counts.
+
+    ``work``: multiply-adds of one row in the larger product.
+    """
     flat = ids.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= experts), experts, flat)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
     of_expert = counts.tolist()
-    total, found = sum(of_expert), segments(of_expert)
+    total, found = sum(of_expert), segments(of_expert, work)
     by_expert, order = flat.sort(stable=True)
     by_expert, order = by_expert[:total], order[:total]
     starts = [segment.start + i * segment.height for segment in found for i in range(segment.last - segment.first)]
@@ -89,10 +92,14 @@ def group_choices(ids: Tensor, experts: int) -> Grouping:
     return Grouping(source, position, counts, found, total)
 
 
-def segments(counts: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of least cost for these ``counts`` [E]; a dynamic program over the last segment's start."""
+def segments(counts: Sequence[int], work: int) -> tuple[Segment, ...]:
+    """The segments of least cost for these ``counts`` [E]; a dynamic program over the last segment's start.
+
+    Cost in rows of ``work`` multiply-adds: of a segment, its experts times its height, and what a product costs at all.
+    """
     if not counts:
         return ()
+    extra = segment_rows(work)
     if min(counts) > 0 and max(counts) <= _WEIGHT_ROWS:
         return (Segment(0, len(counts), 0, max(counts)),)
     best, begin = [0] * (len(counts) + 1), [0] * (len(counts) + 1)
@@ -102,7 +109,7 @@ def segments(counts: Sequence[int]) -> tuple[Segment, ...]:
             height = max(height, counts[first])
             cost = best[first]
             if height:
-                cost += _SEGMENT_ROWS + (last - first) * max(height, _WEIGHT_ROWS)
+                cost += extra + (last - first) * max(height, _WEIGHT_ROWS)
             if least is None or cost <= least:
                 least, begin[last] = cost, first
         best[last] = least or 0
@@ -114,6 +121,11 @@ def segments(counts: Sequence[int]) -> tuple[Segment, ...]:
         found.append(Segment(first, last, start, max(counts[first:last])))
         start = found[-1].rows.stop
     return tuple(found)
+
+
+def segment_rows(work: int) -> int:
+    """How many rows of ``work`` multiply-adds the start of another product is worth."""
+    return 1 + _SEGMENT_WORK // max(work, 1)
 
 
 def rows_product(

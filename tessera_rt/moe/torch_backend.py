@@ -61,7 +61,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], first product [S, 2 I], and the grouping: source [S], position [T K], counts [E])."""
     gate = Gate(activation=Activation(activation), interleaved=interleaved, alpha=alpha, limit=limit)
-    grouping = group_choices(ids, gate_up.shape[0])
+    grouping = group_choices(ids, gate_up.shape[0], _work(gate_up))
     pre = rows_product(_gather(x, grouping, ids.shape[1]), gate_up, grouping, gate_up_bias)
     act = activated(pre, gate)
     if weights is not None:
@@ -109,7 +109,7 @@ def _experts_backward(
     """Gradients of x, weights, gate_up, down and both biases; an empty tensor for each that is not needed."""
     gate = Gate(activation=Activation(activation), interleaved=interleaved, alpha=alpha, limit=limit)
     needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = needs
-    grouping, top_k = Grouping.restored(source, position, counts), ids.shape[1]
+    grouping, top_k = Grouping.restored(source, position, counts, _work(gate_up)), ids.shape[1]
     d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (grad.new_empty(0) for _ in needs)
 
     # One buffer of rows serves all steps, and the largest results come when the least is held beside them.
@@ -183,6 +183,10 @@ _experts.register_autograd(_backward, setup_context=_save)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _work(gate_up: Tensor) -> int:
+    return gate_up.shape[1] * gate_up.shape[2]
 
 
 def _gather(x: Tensor, grouping: Grouping, top_k: int, out: Tensor | None = None) -> Tensor:

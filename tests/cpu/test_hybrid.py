@@ -441,7 +441,8 @@ def test_everything_unsupported_is_named_at_once_before_anything_is_built() -> N
         LayerSpec(attention=replace(SOFTMAX, heads=3, rope_dim=5), feed_forward=replace(MOE, latent=-1)),
         LayerSpec(attention=replace(SLIDING, window=0), feed_forward=replace(MOE, router=Router(choice_bias=True))),
         LayerSpec(
-            attention=replace(DELTA, conv=0, bias=True), feed_forward=replace(DENSE, activation=Activation.SWIGLU_CLAMPED)
+            attention=replace(DELTA, conv=0, bias=True),
+            feed_forward=replace(DENSE, activation=Activation.SWIGLU_CLAMPED),
         ),
         LayerSpec(attention=NO_MIXER, feed_forward=NOTHING),
     )

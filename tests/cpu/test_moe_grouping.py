@@ -13,6 +13,7 @@ from tessera_rt.moe.grouping import Grouping, bias_gradient, group_choices, rows
 from tessera_rt.moe.host_memory import large_empty
 
 COUNTS = st.lists(st.integers(0, 3) | st.integers(0, 60) | st.integers(100, 160), min_size=1, max_size=9)
+WORK = 262_144  # multiply-adds of a row: 512 x 512
 
 
 def cost_of(counts: list[int], bounds: tuple[int, ...]) -> int:
@@ -20,13 +21,13 @@ def cost_of(counts: list[int], bounds: tuple[int, ...]) -> int:
     for first, last in pairwise((0, *bounds, len(counts))):
         height = max(counts[first:last])
         if height:
-            total += grouping._SEGMENT_ROWS + (last - first) * max(height, grouping._WEIGHT_ROWS)
+            total += grouping.segment_rows(WORK) + (last - first) * max(height, grouping._WEIGHT_ROWS)
     return total
 
 
 @given(counts=COUNTS)
 def test_segments_cover_all_experts_and_cost_the_least(counts: list[int]) -> None:
-    found = segments(counts)
+    found = segments(counts, WORK)
     assert found[0].first == 0 and found[-1].last == len(counts)
     assert all(a.last == b.first and a.rows.stop == b.start for a, b in pairwise(found))
     assert all(part.height == max(counts[part.experts]) for part in found)
@@ -36,22 +37,24 @@ def test_segments_cover_all_experts_and_cost_the_least(counts: list[int]) -> Non
 
 
 def test_no_expert_and_no_row() -> None:
-    assert segments([]) == ()
-    assert [part.height for part in segments([0, 0])] == [0]
-    empty = group_choices(torch.zeros(0, 2, dtype=torch.int64), 3)
+    assert segments([], WORK) == ()
+    assert [part.height for part in segments([0, 0], WORK)] == [0]
+    empty = group_choices(torch.zeros(0, 2, dtype=torch.int64), 3, WORK)
     assert empty.rows == empty.total == 0 and empty.position.numel() == 0
 
 
 def test_even_loads_are_one_product_and_one_crowded_expert_stands_alone() -> None:
-    assert len(segments([8, 12, 7, 9] * 16)) == 1
-    assert [(part.first, part.last) for part in segments([1, 1, 500, 1, 1])] == [(0, 2), (2, 3), (3, 5)]
-    assert sum(part.height > 0 for part in segments([0] * 60 + [1] + [0] * 60 + [1])) == 2  # a token reads two weights
+    assert len(segments([8, 12, 7, 9] * 16, WORK)) == 1
+    assert [(part.first, part.last) for part in segments([1, 1, 500, 1, 1], WORK)] == [(0, 2), (2, 3), (3, 5)]
+    assert (
+        sum(part.height > 0 for part in segments([0] * 60 + [1] + [0] * 60 + [1], WORK)) == 2
+    )  # a token reads two weights
 
 
 @given(experts=st.integers(1, 7), tokens=st.integers(0, 40), top_k=st.integers(1, 3), seed=st.integers(0, 99))
 def test_choices_find_their_rows_in_token_order(experts: int, tokens: int, top_k: int, seed: int) -> None:
     ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
-    found = group_choices(ids.to(torch.int32), experts)
+    found = group_choices(ids.to(torch.int32), experts, WORK)
     taken = []
     for choice, expert in enumerate(ids.flatten().tolist()):
         row = int(found.position[choice])
@@ -66,7 +69,7 @@ def test_choices_find_their_rows_in_token_order(experts: int, tokens: int, top_k
     assert len(set(taken)) == len(taken) == found.total == int(found.counts.sum())
     free = set(range(found.rows)) - set(taken)
     assert all(int(found.source[row]) == tokens * top_k for row in free)
-    again = Grouping.restored(found.source, found.position, found.counts)
+    again = Grouping.restored(found.source, found.position, found.counts, WORK)
     assert again.segments == found.segments and again.total == found.total
 
 
@@ -74,7 +77,7 @@ def test_choices_find_their_rows_in_token_order(experts: int, tokens: int, top_k
 def test_products_equal_one_product_per_expert(counts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).unsqueeze(1)
-    found = group_choices(ids[torch.randperm(len(ids), generator=generator)], len(counts))
+    found = group_choices(ids[torch.randperm(len(ids), generator=generator)], len(counts), WORK)
     weight = torch.randn(len(counts), 3, 5, generator=generator, dtype=torch.float64)
     bias = torch.randn(len(counts), 3, generator=generator, dtype=torch.float64)
     rows = torch.randn(found.rows, 5, generator=generator, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,11 @@ from tessera_rt.errors import PlanError, ScheduleError
 from tessera_rt.files.exports import bounds_from_megatron, megatron_layout
 from tessera_rt.files.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.plan import Action, Mesh
+from tessera_rt.plan import Action, Mesh, Plan
 from tessera_rt.plan_check import check_plan
 from tessera_rt.planner.build import build_plan, plan_with
 from tessera_rt.rendezvous import find_stuck
+from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.scheduler.templates import PADS, RULES, TEMPLATES, build_template, in_flight
 from tessera_rt.scheduler.torch_csv import plan_to_csv, template_from_csv
@@ -118,3 +120,24 @@ def test_an_order_that_cannot_run_is_refused() -> None:
         build_plan(
             MODEL, Mesh(pp=2), COSTS, microbatches=1, template=replace(order, actions=(swapped, order.actions[1]))
         )
+
+
+def test_options_of_the_step_are_checked_first() -> None:
+    model = moe_model(4)
+    costs = uniform_costs(model)
+
+    def request(**options: Any) -> Plan:
+        return build_plan(model, Mesh(pp=2, vpp=2), costs, microbatches=4, method="align", **options)
+
+    with pytest.raises(PlanError) as caught:
+        request(w_pool=-1, evaluations=-1)
+    assert [problem.field for problem in caught.value.problems] == ["w_pool", "evaluations"]
+    with pytest.raises(PlanError, match="moe_halves.*take an order of joint pairs"):
+        request(moe_halves=True, joint=False)
+    with pytest.raises(ScheduleError, match="group"):
+        request(group=1)
+    halved = request(moe_halves=True, evaluations=3)
+    assert halved.simulate_only == (MOE_HALVES,)
+    assert halved.solver.step_ns == simulate(halved, model, costs).step_ns
+    grouped = request(group=4, evaluations=3)
+    assert sum(stage.slots for stage in grouped.stages) > sum(stage.slots for stage in request(evaluations=3).stages)

@@ -41,6 +41,7 @@ def test_noise_and_filling(plan: Path, tmp_path: Path) -> None:
     plain = parsed(run("simulate", plan, "--json"))
     assert not {"noise", "memory", "peak_bytes", "sensitivity"} & set(plain)
     assert plain["tokens_per_s"] == pytest.approx(1024 * 16 * 4 * 1e9 / plain["step_ns"])
+    assert 0.1 < plain["mfu"] < 0.7
     args = ("simulate", plan, "--noise", "0.2", "--dbo", "--replicas", "3", "--pool-tasks", "4", "--json")
     data = parsed(run(*args, "--trace", tmp_path / "t.json"))
     noise, dbo = data["noise"], data["noise"]["dbo"]

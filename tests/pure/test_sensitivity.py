@@ -25,7 +25,7 @@ def test_a_heavier_head_moves_the_boundary() -> None:
     plan = plan_with((0, 4, 7), MODEL, Mesh(pp=2), costs, microbatches=8)
     effects = {(e.kind, e.error > 0): e for e in sensitivity(plan, MODEL, costs, error=0.9)}
     assert set(effects) == {(kind, up) for kind in ("EMBED", "ATTN", "MLP", "HEAD", "LINK") for up in (True, False)}
-    for (kind, up), effect in effects.items():
+    for (kind, _), effect in effects.items():
         factor = 1 + effect.error
         tasks = {
             name: replace(cost, ns=round(cost.ns * factor)) if f"_{kind}" in name else cost
