@@ -200,7 +200,10 @@ def ours(rows: Sequence[Row], *, can_run: bool) -> Row:
     allowed = [
         row
         for row in rows
-        if "tuned" in row["schedule"] and row["held_over_fixed"] <= MOST_HELD and not (can_run and row["simulate_only"])
+        if "tuned" in row["schedule"]
+        and "tapered" not in row["schedule"]  # it changes the batch
+        and row["held_over_fixed"] <= MOST_HELD
+        and not (can_run and row["simulate_only"])
     ]
     return min(allowed, key=lambda row: int(row["step_ns"]))
 

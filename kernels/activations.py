@@ -70,10 +70,12 @@ def activate_backward(gate, up, grad, alpha, limit, ACTIVATION: tl.constexpr):
         value = gate * half
         return value * up, grad * up * (half + gate * density), grad * value
     elif ACTIVATION == 5:
-        s = sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+        # Beyond 30 s is exactly 0 or 1; without this bound the polynomials overflow and 0 times infinity gives NaN.
+        inner = tl.where(gate > 30.0, 30.0, tl.where(gate < -30.0, -30.0, gate))
+        s = sigmoid(1.5957691216057308 * (inner + 0.044715 * inner * inner * inner))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * inner * inner)
         value = gate * s
-        return value * up, grad * up * s * (1.0 + gate * (1.0 - s) * slope), grad * value
+        return value * up, grad * up * s * (1.0 + inner * (1.0 - s) * slope), grad * value
     elif ACTIVATION == 6:
         positive = tl.where(up < 0.0, 0.0, up)
         return positive * positive, tl.zeros_like(up), 2.0 * grad * positive

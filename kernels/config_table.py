@@ -3,7 +3,8 @@ tuned while running. Every row is compiled offline for its targets by tests/cpu/
 shared memory in the limit, tensor-core instructions); none has been ranked on a GPU yet.
 
 Size classes: ``large`` from about 96 rows per expert on, ``small`` below, ``any`` where widths are no multiples of
-16 elements. Layout: ``plain``, or of a gated product ``halves`` ([gate; up]) or ``interleaved``.
+16 elements. Layout: ``plain``, or of a gated product ``halves`` ([gate; up]) or ``interleaved``. Activation: name of
+an ``options.Activation`` in lower case, ``none`` for products without one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Row:
     dtypes: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     minors: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ def _config(block_m: int, block_n: int, block_k: int, warps: int, stages: int, s
 
 ROWS_GEMM = ("forward", "forward_gate", "dgrad")
 WGRAD = ("wgrad_write", "wgrad_accumulate")
+GATED_KERNELS = ("forward_gate", "gate_backward")  # those with an activation
 KERNELS = (*ROWS_GEMM, "gate_backward", *WGRAD)
 
 TABLE: tuple[Row, ...] = (
@@ -101,6 +104,14 @@ TABLE: tuple[Row, ...] = (
         loads=("gather",),
         architectures=("sm100",),
         config=_config(128, 128, 64, 8, 4, 8),
+    ),
+    Row(  # more arithmetic than SwiGLU's: with a bias, or the addresses of gathered rows, the wider tile spills
+        kernels=("forward_gate",),
+        dtypes=HALF,
+        sizes=("large",),
+        layouts=("halves",),
+        activations=("swiglu_clamped", "swiglu_oss", "geglu", "geglu_tanh"),
+        config=_config(128, 64, 64, 8, 4),
     ),
     # Any size: pointers and masks everywhere.
     Row(kernels=KERNELS, sizes=("any",), config=_config(64, 64, 32, 4, 2)),

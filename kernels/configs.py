@@ -14,11 +14,20 @@ from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import architecture
-from tessera_rt.kernels.config_table import HALF, KERNELS, MINORS, TABLE, Config
-from tessera_rt.kernels.options import Gate
+from tessera_rt.kernels.config_table import GATED_KERNELS, HALF, KERNELS, MINORS, TABLE, Config
+from tessera_rt.kernels.options import NO_GATE, Activation, Gate
 
 LARGE_FROM = 96  # mean rows per expert from which 128-row tiles are used; from tile quantisation, not measured
 TENSOR_CORE_ARCHITECTURES = ("sm90", "sm100", "interpreter")  # with TMA; others take the any-size class
+
+
+GATES = tuple(
+    Gate(activation=activation, interleaved=interleaved)
+    for activation in Activation
+    for interleaved in ((False, True) if activation.gated else (False,))
+    if activation is not Activation.NONE
+)
+"""Every activation in every layout of its columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +38,15 @@ class Choice:
     dtype: str
     size: str  # large | small | any
     layout: str = "plain"  # plain | halves | interleaved
+    activation: str = "none"
     load: str = "tma"  # tma | gather
     architecture: str
     minor: str  # Triton's
+
+
+def layout_of(gate: Gate) -> str:
+    """The layout of the product's columns, as the table names it."""
+    return "plain" if not gate.gated else "interleaved" if gate.interleaved else "halves"
 
 
 def triton_minor(installed: str | None = None) -> str:
@@ -57,6 +72,7 @@ def config_for(choice: Choice) -> Config:
             and choice.dtype in (row.dtypes or (choice.dtype,))
             and choice.size in (row.sizes or (choice.size,))
             and choice.layout in (row.layouts or (choice.layout,))
+            and choice.activation in (row.activations or (choice.activation,))
             and choice.load in (row.loads or (choice.load,))
             and choice.architecture in (row.architectures or (choice.architecture,))
             and choice.minor in (row.minors or (choice.minor,))
@@ -67,11 +83,10 @@ def config_for(choice: Choice) -> Config:
 
 
 def choose(
-    kernel: str, x: Tensor, rows: int, experts: int, *, aligned: bool, gather: bool, gate: Gate | None = None
+    kernel: str, x: Tensor, rows: int, experts: int, *, aligned: bool, gather: bool, gate: Gate = NO_GATE
 ) -> Choice:
     """The choice for a call: ``rows`` and ``experts`` are the host's numbers, ``aligned`` that of all row widths."""
     arch = architecture(x.device)
-    layout = "plain" if gate is None or not gate.gated else "interleaved" if gate.interleaved else "halves"
     if not aligned or arch not in TENSOR_CORE_ARCHITECTURES:
         size = "any"
     else:
@@ -80,7 +95,8 @@ def choose(
         kernel=kernel,
         dtype=str(x.dtype).removeprefix("torch."),
         size=size,
-        layout=layout,
+        layout=layout_of(gate),
+        activation=gate.activation.name.lower(),
         load="gather" if gather else "tma",
         architecture=arch,
         minor=triton_minor(),
@@ -90,12 +106,15 @@ def choose(
 def all_choices(arch: str, minor: str, dtypes: tuple[str, ...] = HALF) -> tuple[Choice, ...]:
     """Every choice that can occur on an architecture, in a fixed order."""
     return tuple(
-        Choice(kernel=kernel, dtype=dtype, size=size, layout=layout, load=load, architecture=arch, minor=minor)
-        for kernel, dtype, size, layout, load in product(
-            KERNELS, dtypes, ("large", "small", "any"), ("plain", "halves", "interleaved"), ("tma", "gather")
+        Choice(
+            kernel=kernel, dtype=dtype, size=size, layout=layout_of(gate), activation=gate.activation.name.lower(),
+            load=load, architecture=arch, minor=minor,
         )
-        if layout == "plain" or kernel in ("forward_gate", "gate_backward")
-    )
+        for kernel, dtype, size, gate, load in product(
+            KERNELS, dtypes, ("large", "small", "any"), (NO_GATE, *GATES), ("tma", "gather")
+        )
+        if gate == NO_GATE or kernel in GATED_KERNELS
+    )  # fmt: skip
 
 
 def tile_heights(arch: str) -> tuple[int, ...]:

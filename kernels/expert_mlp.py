@@ -1,7 +1,7 @@
 """The experts of one rank as one differentiable function: gather, first product, activation, second product, sum.
 
-Five launches forward, no host read, nothing permuted in memory: the first product gathers tokens itself, and so do the
-products of the backward. Gradients of weights go where the caller says (``MainGrads``).
+Three launches forward (two products and the sum), no host read, nothing permuted in memory: the first product gathers
+tokens itself, and so do the products of the backward. Gradients of weights go where the caller says (``MainGrads``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tessera_rt.errors import Problem, SpecError
+from tessera_rt.errors import Problem
 from tessera_rt.kernels.expert_rows import expert_rows, expert_rows_backward
 from tessera_rt.kernels.gather_sum import gather_sum
-from tessera_rt.kernels.operands import DEFAULT_RUN, Run
+from tessera_rt.kernels.operands import DEFAULT_RUN, DTYPES, Run, check_tensors, shape_problem, tensor_problems
 from tessera_rt.kernels.options import Gate
-from tessera_rt.kernels.routing import Routed
+from tessera_rt.kernels.routing import Routed, device_problem
 from tessera_rt.kernels.row_gradients import Needs
 from tessera_rt.kernels.weights import NO_MAIN_GRADS, ExpertWeights, MainGrads
+from tessera_rt.kernels.wgrad import is_destination
 
 __all__ = ["NO_MAIN_GRADS", "ExpertWeights", "MainGrads", "expert_mlp"]
 
@@ -40,19 +41,54 @@ def expert_mlp(
 
     ``router_weights`` [T, K] fp32; dropped choices count as nothing. Saved for backward: x, the first product [R, 2 I]
     (made again with ``recompute``), and with a bias behind the second product also its result. The gradient of a
-    weight is added to its main gradient, or returned in the weight's dtype. Differentiable once.
+    weight is added to its main gradient, or returned in the weight's dtype. Differentiable once. ``routed`` must come
+    from choices of the same T tokens. Raises SpecError for shapes, dtypes, devices and strides that do not fit.
     """
+    problems = _layer_problems(x, weights, routed, router_weights, gate)
     for field in fields(MainGrads):
         weight, target = getattr(weights, field.name), getattr(main_grads, field.name)
-        if target is not None and (weight is None or target.shape != weight.shape or target.dtype != torch.float32):
-            given = (tuple(target.shape), str(target.dtype))
-            wanted = "None" if weight is None else f"float32 {tuple(weight.shape)}"
-            raise SpecError.of("expert_mlp", [Problem(f"main_grads.{field.name}", given, wanted)])
+        if target is not None:
+            problems += _main_grad_problems(f"main_grads.{field.name}", target, weight)
+    check_tensors(
+        "expert_mlp", problems, x,
+        **{field.name: getattr(weights, field.name) for field in fields(ExpertWeights)},
+    )  # fmt: skip
     out: Tensor = _ExpertMlp.apply(  # type: ignore[no-untyped-call]
         x, weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias, router_weights,
         routed, gate, main_grads, recompute, run,
     )  # fmt: skip
     return out
+
+
+def _layer_problems(
+    x: Tensor, weights: ExpertWeights, routed: Routed, router_weights: Tensor, gate: Gate
+) -> list[Problem]:
+    experts, (tokens, top_k) = routed.rows.experts, routed.position.shape
+    problems = shape_problem("x", x, tokens, None) + shape_problem("gate_up", weights.gate_up, experts, None, None)
+    problems += tensor_problems("router_weights", router_weights, (tokens, top_k), DTYPES, x.device)
+    problems += device_problem(routed.rows, x)
+    if problems:
+        return problems
+    columns, hidden = weights.gate_up.shape[1], x.shape[1]
+    problems += shape_problem("gate_up", weights.gate_up, experts, None, hidden)
+    if gate.gated and columns % 2:
+        problems.append(Problem("gate_up.shape[1]", columns, "even with a gated activation"))
+    problems += shape_problem("down", weights.down, experts, hidden, gate.width(columns))
+    if weights.gate_up_bias is not None:
+        problems += shape_problem("gate_up_bias", weights.gate_up_bias, experts, columns)
+    if weights.down_bias is not None:
+        problems += shape_problem("down_bias", weights.down_bias, experts, hidden)
+    return problems
+
+
+def _main_grad_problems(name: str, target: Tensor, weight: Tensor | None) -> list[Problem]:
+    if weight is None:
+        return [Problem(name, tuple(target.shape), "None like the weight")]
+    problems = tensor_problems(name, target, tuple(weight.shape), (torch.float32,), weight.device)
+    if not is_destination(target):
+        allowed = "contiguous, or the transpose of that" if target.dim() == 3 else "contiguous"
+        problems.append(Problem(f"{name}.stride", target.stride(), allowed))
+    return problems
 
 
 class _ExpertMlp(torch.autograd.Function):

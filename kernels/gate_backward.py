@@ -12,15 +12,18 @@ from tessera_rt.kernels.descriptors import plain, width_is_aligned
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned, gate_backward_any
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
+    DTYPES,
     Run,
     check_tensors,
+    index_problems,
     launch_options,
     readable,
     shape_problem,
+    tensor_problems,
     weight_view,
 )
 from tessera_rt.kernels.options import Gate
-from tessera_rt.kernels.routing import ExpertRows
+from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm import zero_rows_behind
 
 
@@ -41,7 +44,8 @@ def gate_backward(
     """``reference.gate_backward``: (d pre, activation [R, I], row partials [R, tiles] fp32 if ``partials``).
 
     ``grad`` [R, H], or [T, H] read at index[r] // divisor; ``weight`` [E, I, H] (``down.mT`` of a second product
-    [E, H, I]); ``pre`` [R, 2 I or I] as saved by the forward. ``scale``: flat router weights fp32, read at index[r].
+    [E, H, I]); ``pre`` [R, 2 I or I] as saved by the forward. ``scale`` [T divisor]: flat router weights, read at
+    index[r], whose values are not checked.
     The partials sum to <activation, d act> of each row before scaling (``router_weight_gradient`` sums them). Rows
     that belong to no expert become zeros with ``zero_tail``, except in the partials. Raises SpecError.
     """
@@ -49,11 +53,12 @@ def gate_backward(
     problems += shape_problem("weight", weight, rows.experts, None, grad.shape[-1])
     if not problems:
         problems += shape_problem("pre", pre, rows.rows, weight.shape[1] * (2 if gate.gated else 1))
-    if index is not None:
-        problems += shape_problem("index", index, rows.rows)
-    if scale is not None and index is None:
-        problems.append(Problem("index", None, "given with scale, which is read at index[row]"))
-    check_tensors("gate_backward", problems, grad, weight, pre)
+    problems += index_problems(index, divisor, rows.rows, grad.device) + device_problem(rows, grad)
+    if scale is not None:
+        if index is None:
+            problems.append(Problem("index", None, "given with scale, which is read at index[row]"))
+        problems += tensor_problems("scale", scale, (grad.shape[0] * divisor,), DTYPES, grad.device)
+    check_tensors("gate_backward", problems, grad, "grad", weight=weight, pre=pre)
     n, k = weight.shape[1], grad.shape[1]
     d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     act = torch.empty(rows.rows, n, dtype=pre.dtype, device=pre.device)
@@ -86,7 +91,8 @@ def gate_backward(
     }
     flat_scale = None if scale is None else scale.contiguous()
     shared = (
-        pre.contiguous(), flat_scale, d_pre, act, sums, index, rows.offsets, table.entries, table.count, trace,
+        pre.contiguous(), flat_scale, d_pre, act, sums, None if index is None else index.contiguous(),
+        rows.offsets, table.entries, table.count, trace,
     )  # fmt: skip
     if choice.size == "any":
         kernel[grid](

@@ -11,8 +11,18 @@ from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_kernel,
     router_weight_gradient_kernel,
 )
-from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, shape_problem, warp_options
-from tessera_rt.kernels.routing import ExpertRows
+from tessera_rt.kernels.operands import (
+    DEFAULT_RUN,
+    DTYPES,
+    INDEX_DTYPES,
+    Run,
+    check_tensors,
+    refuse,
+    shape_problem,
+    tensor_problems,
+    warp_options,
+)
+from tessera_rt.kernels.routing import ExpertRows, device_problem
 
 BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
 
@@ -20,12 +30,14 @@ BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
 def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.gather_sum``: [R, H] (any strides), [T, K] int32, [T, K] fp32 -> [T, H] in the dtype of ``y``.
 
-    Without ``weights`` it sums the rows of each token: the gradient of gathering them. Raises SpecError.
+    Without ``weights`` it sums the rows of each token: the gradient of gathering them. ``position`` must be below R
+    everywhere, which is not checked. Raises SpecError.
     """
-    problems = shape_problem("y", y, None, None) + shape_problem("position", position, None, None)
+    problems = shape_problem("y", y, None, None)
+    problems += tensor_problems("position", position, (None, None), INDEX_DTYPES, y.device)
     if weights is not None:
-        problems += shape_problem("weights", weights, *position.shape)
-    check_tensors("gather_sum", problems, y)
+        problems += tensor_problems("weights", weights, tuple(position.shape), DTYPES, y.device)
+    check_tensors("gather_sum", problems, y, "y")
     tokens, top_k = position.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel() == 0:
@@ -54,8 +66,11 @@ def gather_sum_backward(
 ) -> tuple[Tensor, Tensor]:
     """``reference.gather_sum_backward``: (d y [R, H] in the dtype of ``y``, d weights [T, K] fp32); any strides."""
     problems = shape_problem("grad", grad, position.shape[0], None) + shape_problem("y", y, rows.rows, grad.shape[-1])
-    problems += shape_problem("source", source, rows.rows) + shape_problem("weights", weights, *position.shape)
-    check_tensors("gather_sum_backward", problems, grad, y)
+    problems += tensor_problems("source", source, (rows.rows,), INDEX_DTYPES, grad.device)
+    problems += tensor_problems("position", position, (None, None), INDEX_DTYPES, grad.device)
+    problems += tensor_problems("weights", weights, tuple(position.shape), DTYPES, grad.device)
+    problems += device_problem(rows, grad)
+    check_tensors("gather_sum_backward", problems, grad, "grad", y=y)
     d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     d_weights = torch.empty(position.shape, dtype=torch.float32, device=y.device)
     work = max(rows.rows, position.numel())
@@ -64,15 +79,21 @@ def gather_sum_backward(
     block_h = min(BLOCK_H, triton.next_power_of_2(max(y.shape[1], 1)))
     grid, trace = run.grid(gather_sum_backward_kernel, y.device, triton.cdiv(work, BLOCK_T))
     gather_sum_backward_kernel[grid](
-        grad, y, weights.contiguous(), position.contiguous(), source, rows.offsets[-1:], d_y, d_weights, trace,
-        rows.rows, position.numel(), y.shape[1], max(position.shape[1], 1), *grad.stride(), *y.stride(),
+        grad, y, weights.contiguous(), position.contiguous(), source.contiguous(), rows.offsets[-1:], d_y, d_weights,
+        trace, rows.rows, position.numel(), y.shape[1], max(position.shape[1], 1), *grad.stride(), *y.stride(),
         BLOCK_R=BLOCK_T, BLOCK_H=block_h, TRACE=trace is not None, **warp_options(WARPS),
     )  # fmt: skip
     return d_y, d_weights
 
 
 def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEFAULT_RUN) -> Tensor:
-    """``reference.router_weight_gradient``: row partials [R, tiles] fp32, position [T, K] -> d weights [T, K] fp32."""
+    """``reference.router_weight_gradient``: row partials [R, tiles] fp32, position [T, K] -> d weights [T, K] fp32.
+    Positions must be below R, which is not checked. Raises SpecError."""
+    problems = tensor_problems("partials", partials, (None, None), (torch.float32,), position.device)
+    refuse(
+        "router_weight_gradient",
+        problems + tensor_problems("position", position, (None, None), INDEX_DTYPES, position.device),
+    )
     out = torch.empty(position.shape, dtype=torch.float32, device=position.device)
     if out.numel() == 0:
         return out

@@ -35,7 +35,7 @@ from tessera_rt.kernels.ptx_checks import (
     waits_without_acquire,
 )
 from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
-from tessera_rt.kernels.shipped import shipped_launches
+from tessera_rt.kernels.shipped import gate_launches, shipped_launches
 from tessera_rt.kernels.shipped_transport import transport_launches
 
 LARGE_TILE = 128
@@ -45,6 +45,7 @@ def layer_launches(arch: str, minor: str) -> Iterator[Launch]:
     """Routing and the expert layer: all dtypes and size classes; fp32 has one aligned configuration for both sizes."""
     yield from shipped_launches(arch, minor, dtypes=HALF, sizes=("large", "small", "any"))
     yield from shipped_launches(arch, minor, dtypes=("float32",), sizes=("large", "any"))
+    yield from gate_launches(arch, minor, dtypes=HALF, sizes=("large", "small"))
 
 
 LISTS: tuple[Callable[[str, str], Iterator[Launch]], ...] = (layer_launches, transport_launches)
@@ -190,18 +191,29 @@ class Selection:
     def takes(self, launch: Launch) -> bool:
         return all(not wanted or getattr(launch, name) in wanted for name, wanted in asdict(self).items())
 
+    def check(self, launches: Iterable[Launch]) -> None:
+        """Raises SpecError with every value that no launch has, and those that there are."""
+        launches, problems = tuple(launches), []
+        for name, wanted in asdict(self).items():
+            there = sorted({getattr(launch, name) for launch in launches})
+            problems += [Problem(name, value, f"one of {', '.join(there)}") for value in wanted if value not in there]
+        if problems:
+            raise SpecError.of("kernels report", problems)
+
 
 EVERYTHING = Selection()
 
 
 def all_launches(target: Target, selection: Selection = EVERYTHING, *, minor: str | None = None) -> list[Launch]:
-    """What is shipped for a target, under a version of Triton (by default the installed one), each launch once."""
+    """What is shipped for a target, under a version of Triton (by default the installed one), each launch once.
+    Raises SpecError for a selection of something that there is not."""
     minor = minor or triton_minor()
     launches: dict[tuple[str, ...], Launch] = {}
     for shipped in LISTS:
         for launch in shipped(target.name, minor):
             name = (launch.kernel, launch.model, launch.dtype, launch.size, launch.load, launch.sizes, launch.key)
             launches.setdefault(name, launch)
+    selection.check(launches.values())
     return [launch for launch in launches.values() if selection.takes(launch)]
 
 

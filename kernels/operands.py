@@ -15,6 +15,8 @@ from tessera_rt.kernels.descriptors import is_aligned
 from tessera_rt.kernels.trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+ID_DTYPES = (torch.int8, torch.uint8, torch.int16, *INDEX_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,50 @@ def weight_view(weight: Tensor) -> tuple[Tensor, bool]:
     return weight.clone(memory_format=torch.contiguous_format), True
 
 
-def check_tensors(where: str, problems: list[Problem], first: Tensor, *others: Tensor | None) -> None:
-    """Raises SpecError with ``problems`` and, if any, those of dtypes and devices."""
-    if first.dtype not in DTYPES:
-        problems.append(Problem("dtype", str(first.dtype), "bfloat16, float16 or float32"))
-    for other in others:
-        if other is None:
+def check_tensors(where: str, problems: list[Problem], first: Tensor, name: str = "x", **others: Tensor | None) -> None:
+    """Raises SpecError with ``problems`` and, if any, those of dtypes and devices: ``others`` must be like the first
+    operand, which is called ``name``."""
+    problems = problems + dtype_problem(name, first, DTYPES)
+    for other, tensor in others.items():
+        if tensor is None:
             continue
-        if other.dtype != first.dtype:
-            problems.append(Problem("dtype", str(other.dtype), f"{first.dtype} like the first operand"))
-        if other.device != first.device:
-            problems.append(Problem("device", str(other.device), f"{first.device} like the first operand"))
+        if tensor.dtype != first.dtype:
+            problems.append(Problem(f"{other}.dtype", str(tensor.dtype), f"{first.dtype} like {name}"))
+        if tensor.device != first.device:
+            problems.append(Problem(f"{other}.device", str(tensor.device), f"{first.device} like {name}"))
+    refuse(where, problems)
+
+
+def refuse(where: str, problems: list[Problem]) -> None:
+    """Raises SpecError if there are problems."""
     if problems:
         raise SpecError.of(where, problems)
+
+
+def dtype_problem(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> list[Problem]:
+    """A problem if the tensor has none of these dtypes."""
+    if tensor.dtype in dtypes:
+        return []
+    wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return [Problem(f"{name}.dtype", str(tensor.dtype), f"one of {wanted}")]
+
+
+def tensor_problems(
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> list[Problem]:
+    """Problems of shape (None: any size), dtype and device."""
+    problems = shape_problem(name, tensor, *shape) + dtype_problem(name, tensor, dtypes)
+    if tensor.device != device:
+        problems.append(Problem(f"{name}.device", str(tensor.device), f"{device} like the other operands"))
+    return problems
+
+
+def index_problems(index: Tensor | None, divisor: int, rows: int, device: torch.device) -> list[Problem]:
+    """Problems of what rows are gathered by: ``index`` [rows] (None: not gathered), read divided by ``divisor``."""
+    problems = [] if index is None else tensor_problems("index", index, (rows,), INDEX_DTYPES, device)
+    if divisor < 1:
+        problems.append(Problem("divisor", divisor, "at least 1"))
+    return problems
 
 
 def shape_problem(name: str, tensor: Tensor, *allowed: int | None) -> list[Problem]:

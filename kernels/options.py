@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -35,6 +36,11 @@ class Gate:
     interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.activation, Activation):
+            allowed = ", ".join(f"Activation.{each.name}" for each in Activation)
+            raise SpecError.of("gate", [Problem("activation", self.activation, f"one of {allowed}")])
 
     @property
     def gated(self) -> bool:
@@ -84,6 +90,12 @@ class RouterRule:
             problems.append(Problem("groups", self.groups, f"a divisor of the number of experts {experts}"))
         if not 1 <= self.keep_groups <= self.groups:
             problems.append(Problem("keep_groups", self.keep_groups, f"from 1 to groups {self.groups}"))
+        elif not problems and self.top_k > (kept := experts // self.groups * self.keep_groups):
+            problems.append(Problem("top_k", self.top_k, f"at most the {kept} experts of the groups that are kept"))
+        if not math.isfinite(self.scale):
+            problems.append(Problem("scale", self.scale, "a finite number"))
+        if not (math.isfinite(self.eps) and self.eps >= 0):
+            problems.append(Problem("eps", self.eps, "a finite number, at least 0"))
         if problems:
             raise SpecError.of("router rule", problems)
 

@@ -57,19 +57,22 @@ def topk_backward(grad: Tensor, logits: Tensor, ids: Tensor, rule: RouterRule) -
     """Gradient [T, E] of the logits for that of the weights ``grad`` [T, K], the choice being fixed.
 
     ``ids`` are those that ``topk`` returned: choices that were dropped later keep theirs and have a zero in ``grad``.
+    An id outside 0 .. E - 1 is no choice: the weights are those of the token's others. Tokens without any get zeros.
     """
+    present = (ids >= 0) & (ids < logits.shape[1])
     with torch.enable_grad():
         leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
-        safe = ids.clamp(min=0).long()
+        safe = ids.where(present, 0).long()
         if rule.softmax_after_topk:
-            weights = leaf.gather(-1, safe).softmax(-1)
+            weights = leaf.gather(-1, safe).masked_fill(~present, -torch.inf).softmax(-1)
         else:
-            weights = (leaf.sigmoid() if rule.score == "sigmoid" else leaf.softmax(-1)).gather(-1, safe)
+            scores = leaf.sigmoid() if rule.score == "sigmoid" else leaf.softmax(-1)
+            weights = scores.gather(-1, safe).masked_fill(~present, 0.0)
         if rule.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + rule.eps)
-        weights = (weights * rule.scale).masked_fill(ids < 0, 0.0)
+        weights = (weights * rule.scale).masked_fill(~present, 0.0)
         (out,) = torch.autograd.grad(weights, leaf, grad.to(weights.dtype))
-    return out.masked_fill((ids < 0).all(-1, keepdim=True), 0.0).to(logits.dtype)
+    return out.masked_fill(~present.any(-1, keepdim=True), 0.0).to(logits.dtype)
 
 
 def place(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import SmBudget, architecture
 from tessera_rt.kernels.configs import tile_heights
-from tessera_rt.kernels.operands import Run, warp_options
+from tessera_rt.kernels.operands import DTYPES, ID_DTYPES, INDEX_DTYPES, Run, refuse, tensor_problems, warp_options
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
     histogram_kernel,
@@ -42,9 +42,16 @@ def topk(
     budget: SmBudget | None = None,
     trace: Trace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E], any strides."""
-    experts = _checked_logits(logits, rule)
+    """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E], any strides;
+    ``bias`` [E], ``mask`` [T] bool. Raises SpecError."""
+    experts = _checked_logits("topk", logits, rule)
     tokens, top_k = logits.shape[0], rule.top_k
+    problems = []
+    if bias is not None:
+        problems += tensor_problems("bias", bias, (experts,), DTYPES, logits.device)
+    if mask is not None:
+        problems += tensor_problems("mask", mask, (tokens,), (torch.bool,), logits.device)
+    refuse("topk", problems)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
@@ -85,8 +92,15 @@ def topk_backward(
     budget: SmBudget | None = None,
     trace: Trace | None = None,
 ) -> Tensor:
-    """``reference.topk_backward``: gradient [T, E] in the logits' dtype for ``grad`` [T, K], any strides."""
-    experts = _checked_logits(logits, rule)
+    """``reference.topk_backward``: gradient [T, E] in the logits' dtype for ``grad`` and ``ids`` [T, K], any
+    strides. Raises SpecError."""
+    experts = _checked_logits("topk_backward", logits, rule)
+    shape = (logits.shape[0], rule.top_k)
+    refuse(
+        "topk_backward",
+        tensor_problems("grad", grad, shape, DTYPES, logits.device)
+        + tensor_problems("ids", ids, shape, INDEX_DTYPES, logits.device),
+    )
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     tokens = logits.shape[0]
     if tokens == 0:
@@ -115,11 +129,14 @@ def topk_backward(
 def place(
     ids: Tensor, experts: int, *, budget: SmBudget | None = None, trace: Trace | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.place``: position [T, K], source [T K], offsets [E + 1], int32, of choices ``ids`` [T, K]."""
+    """``reference.place``: position [T, K], source [T K], offsets [E + 1], int32, of choices ``ids`` [T, K] of any
+    integer dtype. Raises SpecError."""
+    problems = tensor_problems("ids", ids, (None, None), ID_DTYPES, ids.device)
     if not 1 <= experts <= MAX_EXPERTS:
-        raise SpecError.of("place", [Problem("experts", experts, f"from 1 to {MAX_EXPERTS}")])
+        problems.append(Problem("experts", experts, f"from 1 to {MAX_EXPERTS}"))
     if ids.numel() >= 1 << 31:
-        raise SpecError.of("place", [Problem("tokens x top_k", ids.numel(), "below 2^31")])
+        problems.append(Problem("tokens x top_k", ids.numel(), "below 2^31"))
+    refuse("place", problems)
     run = Run(budget, trace=trace)
     total, top_k = ids.numel(), ids.shape[1]
     position = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -204,6 +221,7 @@ class ExpertRows:
 
 def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None = None) -> TileTable:
     """``reference.tile_table`` on the device, for at most ``rows`` rows."""
+    offsets = _checked_offsets(offsets)
     if rows > block_m << 16:
         raise SpecError.of("tile table", [Problem("rows", rows, f"at most {block_m << 16} with tiles of {block_m}")])
     experts = offsets.numel() - 1
@@ -222,13 +240,29 @@ def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None 
 def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = (), *, trace: Trace | None = None) -> ExpertRows:
     """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows, by default for every tile height that
     the configurations of this device have."""
+    offsets = _checked_offsets(offsets)
     block_ms = block_ms or tile_heights(architecture(offsets.device))
     return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m, trace=trace) for block_m in block_ms))
 
 
-def _checked_logits(logits: Tensor, rule: RouterRule) -> int:
-    if logits.dim() != 2:
-        raise SpecError.of("topk", [Problem("logits.shape", tuple(logits.shape), "[tokens, experts]")])
+def device_problem(rows: ExpertRows, like: Tensor) -> list[Problem]:
+    """A problem if the rows' offsets are not on the device of an operand."""
+    if rows.offsets.device == like.device:
+        return []
+    return [Problem("rows.offsets.device", str(rows.offsets.device), f"{like.device} like the operands")]
+
+
+def _checked_offsets(offsets: Tensor) -> Tensor:
+    """The offsets, contiguous."""
+    problems = tensor_problems("offsets", offsets, (None,), (torch.int32,), offsets.device)
+    if not problems and not 2 <= offsets.numel() <= MAX_EXPERTS + 1:
+        problems.append(Problem("offsets.shape", tuple(offsets.shape), f"[experts + 1] of 1 to {MAX_EXPERTS} experts"))
+    refuse("expert rows", problems)
+    return offsets.contiguous()
+
+
+def _checked_logits(where: str, logits: Tensor, rule: RouterRule) -> int:
+    refuse(where, tensor_problems("logits", logits, (None, None), DTYPES, logits.device))
     rule.check(logits.shape[1])
     return logits.shape[1]
 

@@ -153,7 +153,7 @@ def topk_backward_kernel(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, AFTER_TOPK: tl.constexpr,
     RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the logits, the choice being fixed; rows of tokens that were not routed get zeros."""
+    """Gradient of the logits, the choice being fixed; ids out of range are no choices, tokens without any get zeros."""
     if TRACE:
         write_trace(trace)
     columns, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -167,7 +167,8 @@ def topk_backward_kernel(
         listed = present & (choices < TOP_K)[None, :]
         chosen = tl.load(ids + tokens64 * TOP_K + choices[None, :], mask=listed, other=-1)
         g = tl.load(grad + tokens64 * gt_stride + choices.to(tl.int64)[None, :] * gk_stride, mask=listed, other=0.0)
-        g = tl.where(chosen >= 0, g.to(tl.float32) * scale, 0.0)
+        is_choice = (chosen >= 0) & (chosen < EXPERTS)
+        g = tl.where(is_choice, g.to(tl.float32) * scale, 0.0)
         scores = scores_of(x, valid, SIGMOID)
         values = x if AFTER_TOPK else scores
         p = tl.full((BLOCK_T, BLOCK_K), float("-inf") if AFTER_TOPK else 0.0, tl.float32)
@@ -176,6 +177,7 @@ def topk_backward_kernel(
             value = tl.sum(tl.where(columns[None, :] == column[:, None], values, 0.0), axis=1)
             p = tl.where((choices == k)[None, :], value[:, None], p)
         if AFTER_TOPK:
+            p = tl.where(is_choice, p, float("-inf"))
             p = tl.exp(p - tl.max(p, axis=1)[:, None])
             p = p / tl.sum(p, axis=1)[:, None]
         if RENORMALIZE:
@@ -194,7 +196,7 @@ def topk_backward_kernel(
                 d = d * scores * (1.0 - scores)
             else:
                 d = scores * (d - tl.sum(d * scores, axis=1)[:, None])
-        routed = tl.max(tl.where((choices < TOP_K)[None, :], chosen, -1), axis=1) >= 0
+        routed = tl.max(is_choice.to(tl.int32), axis=1) > 0
         d = tl.where(routed[:, None], d, 0.0)
         tl.store(out + tokens64 * EXPERTS + columns[None, :], d.to(out.dtype.element_ty), mask=present & valid)
 
@@ -203,8 +205,10 @@ def topk_backward_kernel(
 def chosen_experts(ids, entries, total, EXPERTS, TOP_K, t_stride, k_stride):
     """Experts of the flat choices ``entries``; -1 for dropped ones and those behind the end."""
     place = (entries // TOP_K).to(tl.int64) * t_stride + (entries % TOP_K).to(tl.int64) * k_stride
-    expert = tl.load(ids + place, mask=entries < total, other=-1).to(tl.int32)
-    return tl.where((expert >= 0) & (expert < EXPERTS), expert, -1)
+    inside = entries < total
+    expert = tl.load(ids + place, mask=inside, other=0)
+    # Compared as loaded: an id of 64 bits must not come into range by losing its upper half.
+    return tl.where(inside & (expert >= 0) & (expert < EXPERTS), expert.to(tl.int32), -1)
 
 
 @triton.jit(launch_metadata=launch_metadata(_choices_work))

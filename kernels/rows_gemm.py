@@ -12,12 +12,14 @@ import triton
 from torch import Tensor
 
 from tessera_rt.errors import Problem
+from tessera_rt.kernels.config_table import ROWS_GEMM
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import plain, width_is_aligned
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
     check_tensors,
+    index_problems,
     launch_options,
     readable,
     shape_problem,
@@ -25,7 +27,7 @@ from tessera_rt.kernels.operands import (
     weight_view,
 )
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
-from tessera_rt.kernels.routing import ExpertRows
+from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned, rows_gemm_any, zero_tail_kernel
 
 
@@ -46,15 +48,20 @@ def rows_gemm(
 ) -> tuple[Tensor, Tensor | None]:
     """``reference.rows_gemm`` in the dtype of ``x``: (activation [R, N or I], product [R, N] if ``save_pre``).
 
-    ``x`` [R, K], or [any, K] with ``index`` [R] int32; ``weight`` [E, N, K] with any strides (the input gradient
-    passes ``weight.mT``); ``bias`` [E, N]. The product is rounded to the dtype before the activation, which is done in
-    fp32 and rounded once: an activation recomputed from a saved product has the same bits. Without ``write_out`` only
-    the product is written and the first result is empty. ``zero_tail``: rows that belong to no expert become zeros
+    ``x`` [R, K], or [any, K] with ``index`` [R] int32 or int64, whose values are not checked; ``weight`` [E, N, K] with
+    any strides (the input gradient passes ``weight.mT``); ``bias`` [E, N]. The product is rounded to the dtype before the
+    activation, which is done in fp32 and rounded once: an activation recomputed from a saved product has the same bits.
+    Without ``write_out`` only the product is written and the first result is empty. ``zero_tail``: rows that belong to no expert become zeros
     (they are left unwritten otherwise). ``kind`` names the row of the configuration table; by default it follows from
     the arguments. Raises SpecError for shapes, dtypes and devices that do not fit.
     """
-    problems = _problems(x, weight, rows, index, bias, gate)
-    check_tensors("rows_gemm", problems, x, weight, bias)
+    problems = _problems(x, weight, rows, index, bias, gate) + index_problems(index, divisor, rows.rows, x.device)
+    problems += device_problem(rows, x)
+    if not save_pre and not write_out:
+        problems.append(Problem("save_pre", False, "true without write_out, or there is no result"))
+    if kind and kind not in ROWS_GEMM:
+        problems.append(Problem("kind", kind, f"one of {', '.join(ROWS_GEMM)}, or empty"))
+    check_tensors("rows_gemm", problems, x, weight=weight, bias=bias)
     n_product, k = weight.shape[1], x.shape[1]
     n = gate.width(n_product)
     out = torch.empty(rows.rows if write_out else 0, n, dtype=x.dtype, device=x.device)
@@ -86,7 +93,10 @@ def rows_gemm(
     }
     # A launch needs some tensor for ``out``, which gives the dtype; nothing is stored there without write_out.
     target = out if write_out else pre
-    shared = (None if bias is None else bias.contiguous(), target, pre, index, rows.offsets, table.entries, table.count)
+    shared = (
+        None if bias is None else bias.contiguous(), target, pre, None if index is None else index.contiguous(),
+        rows.offsets, table.entries, table.count,
+    )  # fmt: skip
     if choice.size == "any":
         kernel[grid](
             x, weight, *shared, trace, n, k, *x.stride(), *weight.stride(), divisor, gate.alpha, gate.limit,
@@ -133,8 +143,6 @@ def _problems(
 ) -> list[Problem]:
     problems = shape_problem("x", x, rows.rows if index is None else None, None)
     problems += shape_problem("weight", weight, rows.experts, None, x.shape[-1])
-    if index is not None:
-        problems += shape_problem("index", index, rows.rows)
     if not problems and bias is not None:
         problems += shape_problem("bias", bias, rows.experts, weight.shape[1])
     if not problems and gate.gated and weight.shape[1] % 2:

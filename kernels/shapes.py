@@ -5,7 +5,7 @@ Sizes as in tessera_rt/presets (kernels import no other part of ours; a test com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tessera_rt.kernels.options import Activation, Gate
 
@@ -57,3 +57,23 @@ SHAPES = (
     ExpertShape(name="nemotron-3-nano", hidden=2688, intermediate=1856, experts=128, top_k=6, gate=_RELU2),
     ExpertShape(name="nemotron-3-super", hidden=1024, intermediate=2688, experts=512, top_k=22, gate=_RELU2),
 )  # fmt: skip
+
+
+def _with_gate(model: str, activation: Activation, layout: str) -> ExpertShape:
+    base = next(shape for shape in SHAPES if shape.name == model)
+    gate = Gate(activation=activation, interleaved=layout == "interleaved")
+    return replace(base, name=f"{model}/{activation.name.lower()}/{layout}", gate=gate)
+
+
+GATE_SHAPES = (
+    _with_gate("qwen3-30b-a3b", Activation.SWIGLU_CLAMPED, "halves"),
+    _with_gate("qwen3-30b-a3b", Activation.GEGLU, "halves"),
+    _with_gate("qwen3-30b-a3b", Activation.GEGLU_TANH, "halves"),
+    _with_gate("gpt-oss-120b", Activation.SWIGLU, "halves"),
+    _with_gate("gpt-oss-120b", Activation.SWIGLU_OSS, "halves"),
+    _with_gate("gpt-oss-120b", Activation.SWIGLU, "interleaved"),
+    _with_gate("gpt-oss-120b", Activation.SWIGLU_CLAMPED, "interleaved"),
+    _with_gate("gpt-oss-120b", Activation.GEGLU, "interleaved"),
+    _with_gate("gpt-oss-120b", Activation.GEGLU_TANH, "interleaved"),
+)
+"""The gates that no model of ``SHAPES`` has, at sizes of models; those of GPT-OSS have a bias."""

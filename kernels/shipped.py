@@ -8,14 +8,15 @@ sizes themselves: many launches share one compilation, named by ``Launch.key``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import triton
 
 from tessera_rt.kernels import gather_sum as gather_sum_module
 from tessera_rt.kernels import routing
-from tessera_rt.kernels.config_table import KERNELS, WGRAD, Config
-from tessera_rt.kernels.configs import Choice, config_for
+from tessera_rt.kernels.config_table import GATED_KERNELS, KERNELS, WGRAD, Config
+from tessera_rt.kernels.configs import Choice, config_for, layout_of
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned, gate_backward_any
 from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_backward_kernel,
@@ -42,7 +43,7 @@ from tessera_rt.kernels.routing_kernels import (
     topk_forward_kernel,
 )
 from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned, rows_gemm_any, zero_tail_kernel
-from tessera_rt.kernels.shapes import SHAPES, ExpertShape
+from tessera_rt.kernels.shapes import GATE_SHAPES, SHAPES, ExpertShape
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
 LOADS = ("tma", "gather")
@@ -62,13 +63,19 @@ def shipped_launches(
         yield from _routing(shape)
 
 
+def gate_launches(arch: str, minor: str, *, dtypes: tuple[str, ...], sizes: tuple[str, ...]) -> Iterator[Launch]:
+    """The products with an activation, for the activations and layouts that no model of ``SHAPES`` has."""
+    for shape, dtype, size, kernel, load in product(GATE_SHAPES, dtypes, sizes, GATED_KERNELS, LOADS):
+        yield from _products(shape, kernel, dtype, size, load, arch, minor)
+
+
 def _products(
     shape: ExpertShape, kernel: str, dtype: str, size: str, load: str, arch: str, minor: str
 ) -> Iterator[Launch]:
-    gate = shape.gate if kernel in ("forward_gate", "gate_backward") else NO_GATE
-    layout = "plain" if not gate.gated else "interleaved" if gate.interleaved else "halves"
+    gate = shape.gate if kernel in GATED_KERNELS else NO_GATE
     choice = Choice(
-        kernel=kernel, dtype=dtype, size=size, layout=layout, load=load, architecture=arch, minor=minor
+        kernel=kernel, dtype=dtype, size=size, layout=layout_of(gate), activation=gate.activation.name.lower(),
+        load=load, architecture=arch, minor=minor,
     )  # fmt: skip
     config = config_for(choice)
     builder = _wgrad_launches if kernel in WGRAD else _gate_backward_launch if kernel == "gate_backward" else _rows

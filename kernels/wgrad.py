@@ -17,12 +17,13 @@ from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
     check_tensors,
+    index_problems,
     launch_options,
     readable,
     shape_problem,
     warp_options,
 )
-from tessera_rt.kernels.routing import ExpertRows
+from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
 
@@ -44,28 +45,27 @@ def wgrad(
     ``grad`` [R, N] and ``x`` [R, K]; a gathered one is [T, .] and read at index[r] // divisor. The sum over an
     expert's rows runs in their order, in blocks fixed by the configuration. Raises SpecError.
     """
-    if out.dim() == 3 and not out.is_contiguous() and out.mT.is_contiguous():
-        wgrad(
-            x, grad, rows, out.mT, accumulate=accumulate, index=index, divisor=divisor,
-            gather_grad=gather_x, gather_x=gather_grad, run=run,
-        )  # fmt: skip
-        return out
     gathers = gather_grad or gather_x
     problems = shape_problem("grad", grad, None if gather_grad else rows.rows, None)
     problems += shape_problem("x", x, None if gather_x else rows.rows, None)
-    if gathers and (index is None or index.numel() != rows.rows):
-        problems.append(Problem("index", None if index is None else tuple(index.shape), f"[{rows.rows}] to gather by"))
+    if gathers and index is None:
+        problems.append(Problem("index", None, f"[{rows.rows}] to gather by"))
+    problems += index_problems(index, divisor, rows.rows, grad.device) + device_problem(rows, grad)
     if not problems:
         problems += shape_problem("out", out, rows.experts, grad.shape[1], x.shape[1])
-    if not out.is_contiguous():
+    if not is_destination(out):
         problems.append(Problem("out.stride", out.stride(), "contiguous, or the transpose of that"))
     problems += _destination_problems(out, grad, accumulate)
-    check_tensors("wgrad", problems, grad, x)
+    check_tensors("wgrad", problems, grad, "grad", x=x)
+    given = out
+    if not out.is_contiguous():  # the transpose of the result is that of the exchanged operands
+        grad, x, gather_grad, gather_x, out = x, grad, gather_x, gather_grad, out.mT
     p, q = grad.shape[1], x.shape[1]
     if out.numel() == 0 or (rows.rows == 0 and accumulate):
-        return out
+        return given
     if rows.rows == 0:
-        return out.zero_()
+        return given.zero_()
+    index = None if index is None else index.contiguous()
     aligned = width_is_aligned(p) and width_is_aligned(q)
     kind = "wgrad_accumulate" if accumulate else "wgrad_write"
     choice = choose(kind, grad, rows.rows, rows.experts, aligned=aligned, gather=gathers)
@@ -95,7 +95,12 @@ def wgrad(
             right if gather_x else ragged(right, [config.block_k, config.block_n]),
             out, index, rows.offsets, trace, *sizes, left.stride(0), right.stride(0), divisor, **options,
         )  # fmt: skip
-    return out
+    return given
+
+
+def is_destination(out: Tensor) -> bool:
+    """Whether ``wgrad`` (three dimensions) or ``bias_gradient`` can write to a tensor of these strides."""
+    return out.is_contiguous() or (out.dim() == 3 and out.mT.is_contiguous())
 
 
 def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bool, run: Run = DEFAULT_RUN) -> Tensor:
@@ -106,7 +111,8 @@ def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bo
     if not out.is_contiguous():
         problems.append(Problem("out.stride", out.stride(), "contiguous"))
     problems += _destination_problems(out, grad, accumulate)
-    check_tensors("bias_gradient", problems, grad)
+    problems += device_problem(rows, grad)
+    check_tensors("bias_gradient", problems, grad, "grad")
     if out.numel() == 0:
         return out
     tasks = rows.experts * triton.cdiv(grad.shape[1], 64)
@@ -119,8 +125,11 @@ def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bo
 
 
 def _destination_problems(out: Tensor, grad: Tensor, accumulate: bool) -> list[Problem]:
+    problems = []
+    if out.device != grad.device:
+        problems.append(Problem("out.device", str(out.device), f"{grad.device} like grad"))
     if accumulate and out.dtype != torch.float32:
-        return [Problem("out.dtype", str(out.dtype), "float32 to accumulate into")]
-    if out.dtype not in (torch.float32, grad.dtype):
-        return [Problem("out.dtype", str(out.dtype), f"float32 or {grad.dtype}")]
-    return []
+        problems.append(Problem("out.dtype", str(out.dtype), "float32 to accumulate into"))
+    elif out.dtype not in (torch.float32, grad.dtype):
+        problems.append(Problem("out.dtype", str(out.dtype), f"float32 or {grad.dtype}"))
+    return problems

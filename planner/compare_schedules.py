@@ -2,7 +2,8 @@
 
 Every schedule gets the partition that suits its number of stages best by the same simple rule (serial-balanced, unless
 it says otherwise), and every template the number of stages a rank that it is made for. Ours come with one ingredient
-after the other: exact pairs, the partition tuned to the simulated step, W pools, MoE layers in halves.
+after the other: exact pairs, the partition tuned to the simulated step, W pools, MoE layers in halves, smaller
+micro-batches at the ends.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Schedule:
     ``template``: of ``scheduler.templates``, or ``dualpipe`` or ``chunked``, which can only be simulated. ``joint``:
     overlap pairs. ``overlap`` off: one pass, and one task, after the other. ``method``: that orders the tasks of an
     action (``scheduler.interleave``). ``partition``: serial | equal | tuned. ``w_pool``: weight gradients are held back
-    (``weight_pool.py``). ``halves``: MoE layers of passes that run alone go in two halves.
+    (``weight_pool.py``). ``halves``: MoE layers of passes that run alone go in two halves. ``tapered``: as many
+    half-size micro-batches as ranks at either end, in place of half as many full ones.
     """
 
     name: str
@@ -52,20 +54,22 @@ class Schedule:
     partition: str = "serial"
     w_pool: bool = False
     halves: bool = False
+    tapered: bool = False
 
     @property
     def simulate_only(self) -> bool:
-        return self.halves or self.template not in RULES
+        return self.halves or self.tapered or self.template not in RULES
 
 
 def _ours(title: str, template: str) -> tuple[Schedule, ...]:
-    """Exact pairs with one ingredient more in each line."""
+    """Exact pairs, tuned, by ingredients. What runs comes last: it starts from the partitions of the lines before."""
     base = Schedule(name=f"{title}, tuned", template=template, method="exact", partition="tuned")
     return (
-        base,
-        replace(base, name=f"{title}, tuned, W pool", w_pool=True),
         replace(base, name=f"{title}, tuned, MoE halves", halves=True),
         replace(base, name=f"{title}, tuned, W pool, MoE halves", w_pool=True, halves=True),
+        replace(base, name=f"{title}, tuned, W pool, MoE halves, tapered", w_pool=True, halves=True, tapered=True),
+        base,
+        replace(base, name=f"{title}, tuned, W pool", w_pool=True),
     )
 
 
@@ -164,7 +168,8 @@ def compare(
         if refusal(schedule, pp=pp, vpp=vpp, microbatches=microbatches) is None:
             template = _template(schedule, pp, vpp, microbatches)
             starts = known.starts.setdefault(template.name, [])
-            compared = _compared(schedule, _setting(schedule, template, model, costs, known), starts, evaluations)
+            setting = _setting(schedule, template, model, costs, known)
+            compared = _compared(schedule, setting, microbatches, starts, evaluations)
             if schedule.partition == "tuned":
                 starts.append(compared.bounds)
             yield compared
@@ -194,7 +199,9 @@ def _template(schedule: Schedule, pp: int, vpp: int, microbatches: int) -> Templ
     name = "interleaved-1f1b" if schedule.template == "chunked" else schedule.template
     least, most = RULES[name].vpp if name in RULES else (1, 1)
     stages = 1 if name == "gpipe" else int(max(least, min(most, vpp)))
-    return build_template(name, pp=pp, vpp=stages, microbatches=microbatches, joint=schedule.joint)
+    # Two small micro-batches for a full one, at both ends.
+    passes = microbatches + pp if schedule.tapered else microbatches
+    return build_template(name, pp=pp, vpp=stages, microbatches=passes, joint=schedule.joint)
 
 
 def _setting(schedule: Schedule, template: Template, model: ModelSpec, costs: CostTable, known: Known) -> Setting:
@@ -202,15 +209,16 @@ def _setting(schedule: Schedule, template: Template, model: ModelSpec, costs: Co
     if method not in known.pairs:
         known.pairs[method] = PairCosts(model, costs, method=method)
     setting = Setting(model, costs, template, limit=0, method=method, pairs=known.pairs[method])
-    if not schedule.halves:
-        return setting
-    halved = setting.with_halves(known.alone_pairs.get(method))
-    assert halved.alone_pairs is not None
-    known.alone_pairs[method] = halved.alone_pairs
-    return halved
+    if schedule.halves:
+        setting = setting.with_halves(known.alone_pairs.get(method))
+        assert setting.alone_pairs is not None
+        known.alone_pairs[method] = setting.alone_pairs
+    return setting.with_tapered_ends(template.pp) if schedule.tapered else setting
 
 
-def _compared(schedule: Schedule, setting: Setting, starts: Sequence[Bounds], evaluations: int) -> Compared:
+def _compared(
+    schedule: Schedule, setting: Setting, microbatches: int, starts: Sequence[Bounds], evaluations: int
+) -> Compared:
     template, model, costs = setting.template, setting.model, setting.costs
     if schedule.template == "dualpipe":
         bounds = _bounds(schedule, model, costs, range(template.pp))
@@ -249,19 +257,20 @@ def _compared(schedule: Schedule, setting: Setting, starts: Sequence[Bounds], ev
                 overlap=schedule.overlap,
                 label=schedule.name,
                 halves=schedule.halves,
+                tapered=setting.tapered,
             )
     workload = costs.workload
     return Compared(
         schedule=schedule,
         vpp=template.vpp,
-        microbatches=template.microbatches,
+        microbatches=microbatches,
         timeline=timeline,
-        lower_bound_ns=lower_bound(model, costs, pp=template.pp, microbatches=template.microbatches),
+        lower_bound_ns=lower_bound(model, costs, pp=template.pp, microbatches=microbatches),
         held=held,
         peak_bytes=peak,
         activation_bytes=activations,
-        flops=float(sum(cost.flops for cost in costs.tasks.values()) * template.microbatches),
-        tokens=workload.tokens * workload.dp * workload.ep * template.microbatches,
+        flops=float(sum(cost.flops for cost in costs.tasks.values()) * microbatches),
+        tokens=workload.tokens * workload.dp * workload.ep * microbatches,
         bounds=bounds,
     )
 

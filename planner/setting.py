@@ -52,6 +52,7 @@ class Setting:
         self.memory = MemoryModel(model, costs, template)
         self.edges: tuple[Edge, ...] = cost_edges(template)
         self.alone_pairs: PairCosts | None = None
+        self.tapered = 0
         self.clock = StepClock(template.stage_ranks, template.actions, self.pairs)
         if halves:
             self._halve()
@@ -62,6 +63,22 @@ class Setting:
         other._halve(alone_pairs)
         return other
 
+    def with_tapered_ends(self, count: int) -> Setting:
+        """The same with so many small micro-batches at either end (only simulated)."""
+        other = copy(self)
+        other.tapered = count
+        other.clock = other._new_clock()
+        return other
+
+    def _new_clock(self) -> StepClock:
+        return StepClock(
+            self.template.stage_ranks,
+            self.template.actions,
+            self.pairs,
+            alone_pairs=self.alone_pairs,
+            tapered=self.tapered,
+        )
+
     def with_method(self, method: str) -> Setting:
         """The same with pairs ordered by another method; itself if it is this one's."""
         if method == self.pairs.method:
@@ -71,14 +88,13 @@ class Setting:
         if self.alone_pairs is not None:
             other._halve()
         else:
-            other.clock = StepClock(self.template.stage_ranks, self.template.actions, other.pairs)
+            other.clock = other._new_clock()
         return other
 
     def _halve(self, alone_pairs: PairCosts | None = None) -> None:
         costs = halved_costs(self.model, self.costs)
         self.alone_pairs = alone_pairs or PairCosts(self.model, costs, method=self.pairs.method)
-        template = self.template
-        self.clock = StepClock(template.stage_ranks, template.actions, self.pairs, alone_pairs=self.alone_pairs)
+        self.clock = self._new_clock()
 
     def with_template(self, template: Template) -> Setting:
         """The same for another order of the same stages; what is known of pairs is shared."""

@@ -9,7 +9,7 @@ from tessera_rt.planner.candidates import Bounds, Range, ranges
 from tessera_rt.planner.pair_costs import PairCosts
 from tessera_rt.scheduler.chunked import alone
 from tessera_rt.scheduler.fast_steps import Blocks, FastSteps, Ran, occupancies
-from tessera_rt.scheduler.part_costs import PartCosts
+from tessera_rt.scheduler.part_costs import part_costs
 
 _Kind = tuple[bool, str, tuple[tuple[ActionKind, int], ...]]
 
@@ -88,8 +88,8 @@ class StepClock:
     def _small_pairs(self, actions: Sequence[Sequence[Action]]) -> tuple[dict[Action, str], dict[PairCosts, PairCosts]]:
         """Each action's key with a letter a pass for its size, and what costs of full micro-batches are for small."""
         model, costs = self.pairs.model, self.pairs.costs
-        microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
-        tables = PartCosts.of(model, costs, microbatches, halves=self.alone_pairs is not None, tapered=self.tapered)
+        tables = part_costs(actions, model, costs, halves=self.alone_pairs is not None, tapered=self.tapered)
+        assert tables is not None, "some micro-batches are small"
         sizes = {
             action: f"{action.key} " + "".join("fs"[tables.is_small(part.microbatch)] for part in action.passes)
             for row in actions

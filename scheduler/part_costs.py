@@ -7,6 +7,7 @@ simulated. Messages between stages are charged in full for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tessera_rt.costs import CostTable
@@ -57,6 +58,16 @@ class PartCosts:
         """The table of each pass of an action."""
         full, small = (self.full_alone, self.small_alone) if alone(action.key) else (self.full, self.small)
         return tuple(small if self.is_small(part.microbatch) else full for part in action.passes)
+
+
+def part_costs(
+    actions: Sequence[Sequence[Action]], model: ModelSpec, costs: CostTable, *, halves: bool, tapered: int
+) -> PartCosts | None:
+    """``PartCosts.of`` the schedule; None where all passes have ``costs``."""
+    if not (halves or tapered):
+        return None
+    microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
+    return PartCosts.of(model, costs, microbatches, halves=halves, tapered=tapered)
 
 
 def small_costs(costs: CostTable) -> CostTable:

@@ -20,9 +20,10 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Interleaving, Plan
 from tessera_rt.scheduler import replica_state as words
 from tessera_rt.scheduler.bubble_filling import BubbleFilling
-from tessera_rt.scheduler.chunked import MOE_HALVES, halved_costs
+from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.graphs import Bounds
 from tessera_rt.scheduler.noise import Floats, Jitter, Rows
+from tessera_rt.scheduler.part_costs import part_costs
 from tessera_rt.scheduler.replica_kernel import run_replicas
 from tessera_rt.scheduler.replica_program import KINDS, ReplicaProgram, replica_program
 from tessera_rt.scheduler.replica_state import COMP_OP, OUTPUT_OP, C, Ints
@@ -133,7 +134,7 @@ def prepare_schedule(
         costs,
         overlap=overlap,
         copies=copies,
-        alone_costs=halved_costs(model, costs) if halves else None,
+        part_costs=part_costs(actions, model, costs, halves=halves, tapered=0),
     )
     return _with_planned_gaps(replica_program(program, model, costs, rate))
 

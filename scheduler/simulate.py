@@ -27,7 +27,7 @@ from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Action, Interleaving, Plan
 from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.graphs import Bounds
-from tessera_rt.scheduler.part_costs import PartCosts
+from tessera_rt.scheduler.part_costs import part_costs
 from tessera_rt.scheduler.simulate_program import Program, build_program
 from tessera_rt.scheduler.simulate_run import Transfer, run_program
 from tessera_rt.timeline import Span, Timeline
@@ -90,7 +90,7 @@ def simulate_schedule(
         costs,
         overlap=overlap,
         copies=copies,
-        part_costs=_part_costs(actions, model, costs, halves, tapered),
+        part_costs=part_costs(actions, model, costs, halves=halves, tapered=tapered),
     )
     _, transfers = run_program(program, contention_rate(costs, contention))
     spans = tuple(_task_spans(program) + _link_spans(program, transfers))
@@ -119,18 +119,9 @@ def step_time(
         model,
         costs,
         overlap=overlap,
-        part_costs=_part_costs(actions, model, costs, halves, tapered),
+        part_costs=part_costs(actions, model, costs, halves=halves, tapered=tapered),
     )
     return run_program(program, contention_rate(costs, contention))[0]
-
-
-def _part_costs(
-    actions: Sequence[Sequence[Action]], model: ModelSpec, costs: CostTable, halves: bool, tapered: int
-) -> PartCosts | None:
-    if not (halves or tapered):
-        return None
-    microbatches = 1 + max((part.microbatch for row in actions for a in row for part in a.passes), default=0)
-    return PartCosts.of(model, costs, microbatches, halves=halves, tapered=tapered)
 
 
 def contention_rate(costs: CostTable, contention: float | None) -> float:

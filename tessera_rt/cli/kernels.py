@@ -49,7 +49,8 @@ def report(
 
 
 def compiled_report(target: str, *, workers: int = 1, **only: list[str] | None) -> dict[str, Any]:
-    """``kernels.inspection.report`` of a selection. Raises SpecError for an unknown target or nothing selected."""
+    """``kernels.inspection.report`` of a selection. Raises SpecError for an unknown target, kernel, model, dtype or
+    size, or if no launch has all that was asked for."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SpecError.of(
             "kernels report", [Problem("TRITON_INTERPRET", "1", "unset: interpreted kernels have no code")]
@@ -65,7 +66,7 @@ def compiled_report(target: str, *, workers: int = 1, **only: list[str] | None) 
     data = report(found, selection=selection, workers=workers)
     if not data["rows"]:
         asked = {name: values for name, values in only.items() if values}
-        raise SpecError.of("kernels report", [Problem("selection", asked, "kernels, models, dtypes, sizes there are")])
+        raise SpecError.of("kernels report", [Problem("selection", asked, "values that a launch has together")])
     return data
 
 

@@ -54,10 +54,21 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match="sm90, sm100"):
         cli_kernels.compiled_report("sm70")
     with pytest.raises(SpecError, match="selection"):
-        cli_kernels.compiled_report("sm90", kernel=["nothing"])
+        cli_kernels.compiled_report("sm90", kernel=["place"], size=["large"])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SpecError, match="TRITON_INTERPRET"):
         cli_kernels.compiled_report("sm90")
+
+
+def test_unknown_values_are_named_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(inspection, "compile_launches", lambda *_args, **_options: pytest.fail("compiled"))
+    with pytest.raises(SpecError) as caught:
+        cli_kernels.compiled_report("sm90", kernel=["forward", "forwrd"], dtype=["bf16"], model=["qwen3"])
+    found = {problem.field: problem for problem in caught.value.problems}
+    assert found.keys() == {"kernel", "dtype", "model"}
+    assert found["kernel"].value == "forwrd" and "forward, forward_gate, gate_backward" in found["kernel"].allowed
+    assert "bfloat16, float16, float32" in found["dtype"].allowed and "qwen3-30b-a3b" in found["model"].allowed
 
 
 def test_it_is_a_command_of_tessera(monkeypatch: pytest.MonkeyPatch) -> None:

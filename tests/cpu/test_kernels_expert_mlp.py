@@ -221,9 +221,79 @@ def test_wrong_main_gradients_are_named() -> None:
         MainGrads(gate_up=torch.zeros(1)),
         MainGrads(gate_up=torch.zeros_like(weights.gate_up)),
         MainGrads(gate_up_bias=torch.zeros(4, 64)),
+        MainGrads(gate_up=torch.zeros(*weights.gate_up.shape, 2)[..., 0]),
     ):
         with pytest.raises(SpecError, match="main_grads.gate_up"):
             expert_mlp(x, weights, route_rows(ids, 4), router, gate, main_grads=buffers)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"x": torch.zeros(1, 32)}, r"x.shape = \(1, 32\): must be \[5, any\]"),
+        ({"x": torch.zeros(9, 32)}, "x.shape"),
+        ({"router_weights": torch.zeros(5, 1)}, "router_weights.shape"),
+        ({"gate_up": torch.zeros(3, 96, 32)}, "gate_up.shape"),
+        ({"gate_up": torch.zeros(4, 95, 32)}, "even with a gated activation"),
+        ({"down": torch.zeros(4, 16, 48)}, r"down.shape = \(4, 16, 48\): must be \[4, 32, 48\]"),
+        ({"down": torch.zeros(4, 32, 48, dtype=torch.bfloat16)}, "down.dtype = 'torch.bfloat16'.*like x"),
+        ({"gate_up_bias": torch.zeros(4, 95)}, "gate_up_bias.shape"),
+        ({"down_bias": torch.zeros(4, 31)}, "down_bias.shape"),
+        ({"down_bias": torch.zeros(4, 32, dtype=torch.float16)}, "down_bias.dtype"),
+    ],
+)
+def test_wrong_operands_are_named_before_any_launch(change: dict[str, Tensor], field: str) -> None:
+    given = {"gate_up": torch.zeros(4, 96, 32), "down": torch.zeros(4, 32, 48)} | {
+        name: tensor for name, tensor in change.items() if name not in ("x", "router_weights")
+    }
+    routed = route_rows(torch.zeros(5, 2, dtype=torch.int32), 4)
+    with launches() as log, pytest.raises(SpecError, match=field):
+        expert_mlp(
+            change.get("x", torch.zeros(5, 32)), ExpertWeights(**given), routed,
+            change.get("router_weights", torch.ones(5, 2)), Gate(),
+        )  # fmt: skip
+    assert not log
+
+
+def test_a_gate_names_its_activations() -> None:
+    for wrong in ("SWIGLU", 1):
+        with pytest.raises(SpecError, match=r"activation = .*: must be one of Activation\.NONE, .*Activation\.RELU2"):
+            Gate(activation=wrong)  # type: ignore[arg-type]
+
+
+def test_wrong_operands_of_the_sums_are_named() -> None:
+    position, source = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    y, weights, rows = torch.zeros(6, 4), torch.ones(3, 2), expert_rows(torch.tensor([0, 6], dtype=torch.int32), 6)
+    for field, call in {
+        "position.shape": lambda: gather_sum(y, position.flatten()),
+        "position.dtype": lambda: gather_sum(y, position.float()),
+        "weights.shape": lambda: gather_sum(y, position, weights[:2]),
+        "weights.dtype": lambda: gather_sum(y, position, weights.int()),
+        "source.shape": lambda: gather_sum_backward(y[:3], y, source[:5], rows, position, weights),
+        "source.dtype": lambda: gather_sum_backward(y[:3], y, source.float(), rows, position, weights),
+        r"y\.dtype.*like grad": lambda: gather_sum_backward(y[:3], y.half(), source, rows, position, weights),
+        "partials.shape": lambda: router_weight_gradient(torch.zeros(6), position),
+        "partials.dtype": lambda: router_weight_gradient(torch.zeros(6, 2, dtype=torch.float16), position),
+        "position.shape = ": lambda: router_weight_gradient(torch.zeros(6, 2), position.flatten()),
+        "position.dtype = ": lambda: router_weight_gradient(torch.zeros(6, 2), position.float()),
+    }.items():
+        with pytest.raises(SpecError, match=field):
+            call()
+
+
+def test_strided_sources_give_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    position, source, offsets = place(random_ids(9, 5, 2, generator), 5)
+    rows, y, grad = (
+        expert_rows(offsets, 18),
+        torch.randn(18, 7, generator=generator),
+        torch.randn(9, 7, generator=generator),
+    )
+    weights, wide = torch.rand(9, 2, generator=generator), source.repeat_interleave(2)
+    wide[1::2] = 1
+    want = gather_sum_backward(grad, y, source, rows, position, weights)
+    got = gather_sum_backward(grad, y, wide[::2], rows, position, weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "top_k"), [(1, 1, 1), (9, 33, 3), (20, 520, 2), (5, 64, 22)])

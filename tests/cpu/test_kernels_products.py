@@ -333,10 +333,15 @@ def test_shipped_block_sizes(config: Config) -> None:
         ({"x": torch.zeros(59, 40)}, "x.shape"),
         ({"x": torch.zeros(60, 39)}, "weight.shape"),
         ({"weight": torch.zeros(3, 48, 40)}, "weight.shape"),
-        ({"weight": torch.zeros(4, 48, 40, dtype=torch.bfloat16)}, "dtype = 'torch.bfloat16'"),
-        ({"x": torch.zeros(60, 40, dtype=torch.float64)}, "bfloat16, float16 or float32"),
+        ({"weight": torch.zeros(4, 48, 40, dtype=torch.bfloat16)}, "weight.dtype = 'torch.bfloat16'.*like x"),
+        ({"bias": torch.zeros(4, 48, dtype=torch.float16)}, "bias.dtype = 'torch.float16'.*like x"),
+        ({"x": torch.zeros(60, 40, dtype=torch.float64)}, "x.dtype.*bfloat16, float16, float32"),
         ({"bias": torch.zeros(4, 47)}, "bias.shape"),
         ({"index": torch.zeros(5, dtype=torch.int32)}, "index.shape"),
+        ({"index": torch.zeros(60)}, "index.dtype.*int32, int64"),
+        ({"index": torch.zeros(60, dtype=torch.int32), "divisor": 0}, "divisor = 0: must be at least 1"),
+        ({"write_out": False}, "save_pre = False"),
+        ({"kind": "dgrd"}, "kind = 'dgrd'.*forward, forward_gate, dgrad"),
         ({"weight": torch.zeros(4, 47, 40), "gate": Gate()}, "even with a gated activation"),
     ],
 )
@@ -356,3 +361,70 @@ def test_wrong_destinations_are_named() -> None:
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 32)[:, :, ::2], accumulate=True)
     with pytest.raises(SpecError, match="to gather by"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, gather_x=True)
+    with pytest.raises(SpecError, match=r"x\.shape = \(59, 16\): must be \[60, any\]"):
+        wgrad(grad, x[1:], _rows(), torch.zeros(4, 16, 8).mT, accumulate=True)
+    with pytest.raises(SpecError, match=r"x\.dtype.*like grad"):
+        wgrad(grad, x.float(), _rows(), torch.zeros(4, 16, 8).mT, accumulate=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"scale": torch.ones(17)}, r"scale.shape = \(17,\): must be \[18\]"),
+        ({"scale": torch.ones(18, dtype=torch.int32)}, "scale.dtype"),
+        ({"index": None}, "index = None: must be given with scale"),
+        ({"index": torch.zeros(60, dtype=torch.int16)}, "index.dtype"),
+        ({"pre": torch.zeros(60, 95)}, "pre.shape"),
+        ({"pre": torch.zeros(60, 96, dtype=torch.float16)}, "pre.dtype = 'torch.float16'.*like grad"),
+    ],
+)
+def test_wrong_operands_of_the_gate_backward_are_named(change: dict[str, object], field: str) -> None:
+    arguments: dict[str, object] = {
+        "grad": torch.zeros(9, 80), "weight": torch.zeros(4, 48, 80), "pre": torch.zeros(60, 96), "rows": _rows(),
+        "gate": Gate(), "index": torch.zeros(60, dtype=torch.int32), "divisor": 2, "scale": torch.ones(18),
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=field):
+        gate_backward(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (14, 7)], ids=["aligned", "any"])
+def test_strided_and_wide_indices_give_the_same_bits(n: int, k: int) -> None:
+    """Every second of 120 indices, and 64-bit ones."""
+    wide = torch.randint(0, 18, (2 * ROWS,), generator=torch.Generator().manual_seed(3)).int()
+    index = wide[::2].contiguous()
+    x, weight, grad = (
+        _draw(9, k, dtype=torch.float32),
+        _draw(4, n, k, dtype=torch.float32),
+        _draw(ROWS, n, dtype=torch.float32),
+    )
+    pre, down = _draw(ROWS, 2 * n, dtype=torch.float32), _draw(4, n, k, dtype=torch.float32, seed=1)
+
+    def results(index: Tensor) -> list[Tensor]:
+        out, _ = rows_gemm(x, weight, _rows(), index=index, divisor=2)
+        d_pre, act, _ = gate_backward(
+            x, down, pre, _rows(), gate=Gate(), index=index, divisor=2, scale=torch.arange(36.0)[::2]
+        )
+        d_weight = torch.empty(4, n, k)
+        wgrad(grad, x, _rows(), d_weight, accumulate=False, index=index, divisor=2, gather_x=True)
+        return [out, d_pre, act, d_weight]
+
+    want = results(index)
+    for other in (wide[::2], index.long()):
+        assert all(torch.equal(a, b) for a, b in zip(results(other), want, strict=True))
+
+
+EXTREMES = [-3e38, -1e20, -1e14, -1e4, -30.0, 30.0, 1e4, 1e14, 1e20, 3e38]
+
+
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH])
+def test_gates_far_from_zero_have_finite_gradients(activation: Activation) -> None:
+    """The limits: slope 0 on the left, 1 on the right."""
+    count = len(EXTREMES)
+    values = torch.tensor(EXTREMES)[:, None].expand(count, 16)
+    pre = torch.cat([values, torch.ones(count, 16)], 1)
+    rows = expert_rows(offsets_of([count]), count)
+    eye = torch.eye(16)[None]
+    d_pre, act, _ = gate_backward(torch.ones(count, 16), eye, pre, rows, gate=Gate(activation=activation))
+    right = (values > 0).float()
+    torch.testing.assert_close(d_pre[:, :16], right, atol=1e-8, rtol=0)
+    torch.testing.assert_close(act, values * right, atol=1e-10, rtol=1e-6)

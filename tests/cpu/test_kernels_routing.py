@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,6 +142,10 @@ def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation
         (RouterRule(top_k=1, groups=3), "groups"),
         (RouterRule(top_k=1, groups=4, keep_groups=5), "keep_groups"),
         (RouterRule(top_k=1, group_score="mean"), "group_score"),
+        (RouterRule(top_k=3, groups=4, keep_groups=1), "top_k = 3: must be at most the 2 experts"),
+        (RouterRule(top_k=1, scale=float("nan")), "scale = nan: must be a finite number"),
+        (RouterRule(top_k=1, eps=-1e-3), "eps = -0.001: must be a finite number, at least 0"),
+        (RouterRule(top_k=1, eps=float("inf")), "eps = inf"),
         (RouterRule(top_k=1, score="sigmoid", softmax_after_topk=True), "softmax_after_topk"),
     ],
 )
@@ -153,6 +159,122 @@ def test_too_many_experts_are_refused() -> None:
         routing.topk(_logits(1, 1025), RouterRule(top_k=1))
     with pytest.raises(SpecError, match="experts"):
         routing.place(torch.zeros(1, 1, dtype=torch.int32), 1025)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"logits": torch.zeros(8)}, "logits.shape"),
+        ({"logits": torch.zeros(3, 8, dtype=torch.int64)}, "logits.dtype"),
+        ({"bias": torch.zeros(7)}, r"bias.shape = \(7,\): must be \[8\]"),
+        ({"bias": torch.zeros(8, dtype=torch.int32)}, "bias.dtype"),
+        ({"mask": torch.ones(2, dtype=torch.bool)}, r"mask.shape = \(2,\): must be \[3\]"),
+        ({"mask": torch.ones(3, dtype=torch.int64)}, "mask.dtype = 'torch.int64': must be one of bool"),
+    ],
+)
+def test_wrong_operands_of_the_choice_are_named(change: dict[str, Tensor], field: str) -> None:
+    arguments: dict[str, Any] = {"logits": torch.zeros(3, 8), "rule": RouterRule(top_k=2)}
+    with pytest.raises(SpecError, match=field):
+        routing.topk(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"grad": torch.zeros(3, 1)}, "grad.shape"),
+        ({"grad": torch.zeros(2, 2)}, "grad.shape"),
+        ({"grad": torch.zeros(3, 2, dtype=torch.int32)}, "grad.dtype"),
+        ({"ids": torch.zeros(3, 1, dtype=torch.int32)}, "ids.shape"),
+        ({"ids": torch.zeros(3, 2)}, "ids.dtype"),
+    ],
+)
+def test_wrong_operands_of_the_choices_backward_are_named(change: dict[str, Tensor], field: str) -> None:
+    arguments: dict[str, Any] = {
+        "grad": torch.zeros(3, 2), "logits": torch.zeros(3, 8), "ids": torch.zeros(3, 2, dtype=torch.int32),
+        "rule": RouterRule(top_k=2),
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=field):
+        routing.topk_backward(**(arguments | change))
+
+
+@pytest.mark.parametrize("name", ["R1-plain", "R2", "R3", "R4"])
+def test_backward_of_choices_that_are_partly_absent(name: str) -> None:
+    """Ids out of range are no choices: the gradient is that of the weights over the others."""
+    experts, rule, _ = RULES[name]
+    logits, generator = _logits(30, experts), torch.Generator().manual_seed(1)
+    ids, _ = reference.topk(logits, rule)
+    absent = torch.rand(ids.shape, generator=generator) < 0.4
+    absent[0] = True
+    none = torch.tensor([-1, experts, 1 << 20])[torch.randint(0, 3, ids.shape, generator=generator)]
+    ids = torch.where(absent, none, ids).int()
+    grad = _logits(30, rule.top_k, 2)
+    got = routing.topk_backward(grad, logits, ids, rule)
+    leaf = logits.double().requires_grad_()
+    weights = _weights_of_present(leaf, ids, ~absent, rule)
+    (want,) = torch.autograd.grad(weights, leaf, grad.double())
+    torch.testing.assert_close(got.double(), want, atol=1e-6 * rule.scale, rtol=1e-4)
+    torch.testing.assert_close(reference.topk_backward(grad.double(), logits.double(), ids, rule), want)
+
+
+def _weights_of_present(logits: Tensor, ids: Tensor, present: Tensor, rule: RouterRule) -> Tensor:
+    """Token by token, over its present choices only; zeros elsewhere."""
+    rows = []
+    for row, of_row, there in zip(logits, ids.long(), present, strict=True):
+        chosen = of_row[there]
+        scores = row.sigmoid() if rule.score == "sigmoid" else row.softmax(-1)
+        values = row[chosen].softmax(-1) if rule.softmax_after_topk else scores[chosen]
+        if rule.renormalize:
+            values = values / (values.sum() + rule.eps)
+        rows.append(torch.zeros(ids.shape[1], dtype=row.dtype).masked_scatter(there, values * rule.scale))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("ids", "field"),
+    [
+        (torch.zeros(4, dtype=torch.int32), "ids.shape"),
+        (torch.zeros(2, 2, 2, dtype=torch.int32), "ids.shape"),
+        (torch.zeros(2, 2), "ids.dtype"),
+        (torch.zeros(2, 2, dtype=torch.bool), "ids.dtype"),
+    ],
+)
+def test_wrong_choices_are_not_placed(ids: Tensor, field: str) -> None:
+    with pytest.raises(SpecError, match=field):
+        routing.place(ids, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int64])
+def test_placement_of_any_integers(dtype: torch.dtype) -> None:
+    """Ids that would come into range by being cast to 32 bits are dropped too."""
+    info = torch.iinfo(dtype)
+    ids = torch.tensor([[0, 1, 2, info.max], [info.min, 2, 3, 1]], dtype=dtype)
+    if dtype == torch.int64:
+        ids = torch.cat([ids, torch.tensor([[1 << 32, (1 << 32) + 1, -(1 << 32), (1 << 40) + 2]])])
+    _check_placement(ids, 3)
+    if dtype == torch.uint8:
+        _check_placement(ids, 1000)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "field"),
+    [
+        (torch.zeros(3), "offsets.dtype"),
+        (torch.zeros(3, 1, dtype=torch.int32), "offsets.shape"),
+        (torch.zeros(1, dtype=torch.int32), "offsets.shape"),
+    ],
+)
+def test_wrong_offsets_are_named(offsets: Tensor, field: str) -> None:
+    with pytest.raises(SpecError, match=field):
+        routing.tile_table(offsets, 4, 16)
+    with pytest.raises(SpecError, match=field):
+        routing.expert_rows(offsets, 4, ())
+
+
+def test_strided_offsets() -> None:
+    wide = torch.tensor([0, 99, 20, 99, 21, 99, 70, 99], dtype=torch.int32)
+    rows = routing.expert_rows(wide[::2], 70, (16,))
+    assert rows.offsets.tolist() == [0, 20, 21, 70] and rows.offsets.is_contiguous()
+    assert rows.tables[0].count.tolist() == [2 + 1 + 4]
 
 
 def _check_placement(ids: Tensor, experts: int) -> None:

@@ -35,7 +35,7 @@ def test_the_quick_form_runs(bench: ModuleType, tmp_path: Path, capsys: pytest.C
     bench.main(["--quick"])
     assert before == {path: path.stat().st_mtime_ns for path in bench.RESULTS.glob("simulate.*")}
     assert "12,288 accelerators" in capsys.readouterr().out
-    assert all(row["groups"] == pytest.approx(0, abs=1e-12) < row["shadow"] for row in bench.padding_rows())
+    assert all(abs(row["groups"]) < 1e-12 and row["shadow"] > 0 for row in bench.padding_rows())
     gains = bench.filling_gains(bench.SUBJECTS[1], microbatches=8)
     for row in gains:
         assert row["gain"] == pytest.approx(1 - row["filled_ns"] / row["step_ns"])

@@ -31,7 +31,7 @@ SEEDS = st.integers(0, 10_000)
 @settings(max_examples=60)
 @given(SEEDS, st.sampled_from(TEMPLATES), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.data())
 def test_equal_to_the_simulator(seed: int, name: str, pp: int, vpp: int, groups: int, data: st.DataObject) -> None:
-    """Also with empty stages, pools of W, MoE layers in halves, slow links and contention of any size."""
+    """Also with empty stages, pools of W, MoE layers in halves, tapered ends, slow links and any contention."""
     least, most = RULES[name].vpp
     vpp = int(min(max(vpp, least), most))
     template = build_template(
@@ -50,7 +50,8 @@ def test_equal_to_the_simulator(seed: int, name: str, pp: int, vpp: int, groups:
     pairs = PairCosts(model, costs, method=data.draw(st.sampled_from(METHODS[:2])))
     halves = data.draw(st.booleans())
     alone_pairs = PairCosts(model, halved_costs(model, costs), method="align") if halves else None
-    clock = StepClock(template.stage_ranks, actions, pairs, alone_pairs=alone_pairs)
+    tapered = data.draw(st.integers(0, groups * pp // 2))
+    clock = StepClock(template.stage_ranks, actions, pairs, alone_pairs=alone_pairs, tapered=tapered)
     for bounds in random.Random(seed).choices(all_bounds(len(model.items), pp * vpp), k=2):
         orders = {
             action.key: (alone_pairs if alone_pairs and alone(action.key) else pairs).interleaving(
@@ -59,7 +60,9 @@ def test_equal_to_the_simulator(seed: int, name: str, pp: int, vpp: int, groups:
             for row in actions
             for action in row
         }
-        expected = step_time(template.stage_ranks, actions, ranges(bounds), orders, model, costs, halves=halves)
+        expected = step_time(
+            template.stage_ranks, actions, ranges(bounds), orders, model, costs, halves=halves, tapered=tapered
+        )
         assert clock(bounds) == expected
 
 
@@ -97,3 +100,11 @@ def test_four_passes_in_one_action_are_refused() -> None:
     action = Action.overlap(*(Action.parse(text) for text in ("0F1", "0I0", "1W0", "2W0")))
     with pytest.raises(ScheduleError, match="at most 3 passes"):
         FastSteps((0, 0, 0), [[action]])
+
+
+def test_more_small_micro_batches_than_there_are_is_an_error() -> None:
+    model = dense_model(2)
+    pairs = PairCosts(model, uniform_costs(model), method="align")
+    template = build_template("1f1b", pp=1, vpp=1, microbatches=3, joint=False)
+    with pytest.raises(ScheduleError, match="tapered = 2"):
+        StepClock(template.stage_ranks, template.actions, pairs, tapered=2)

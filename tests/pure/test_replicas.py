@@ -18,12 +18,13 @@ from tessera_rt.errors import ScheduleError
 from tessera_rt.files.model_files import load_model
 from tessera_rt.plan import Action, Mesh
 from tessera_rt.planner.build import plan_with
+from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.noise import Jitter, Rows, moe_items
 from tessera_rt.scheduler.replica_program import KINDS, ReplicaProgram
 from tessera_rt.scheduler.replicas import prepare, prepare_schedule, simulate_replicas
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.tasks import TaskKind, parse_task_name
-from tessera_rt.testing.costs import dense_model, uniform_costs
+from tessera_rt.testing.costs import dense_model, item_costs, moe_model, uniform_costs
 from tessera_rt.testing.schedule_cases import cases
 from tessera_rt.testing.schedules import Case, orders
 from tessera_rt.testing.timing_reference import group_nodes, reference_ends, reference_nodes
@@ -226,3 +227,14 @@ def test_tensor_parallel_collectives(template: str) -> None:
             continue
         assert run.timeline is not None
         assert by_place(run.timeline) == by_place(timeline)
+
+
+def test_plans_with_moe_layers_in_halves() -> None:
+    """What a plan is marked with is simulated by both."""
+    model = moe_model(6, shared=True)
+    costs = item_costs(model, {}, default=(300, 400, 200), comm_ns=170)
+    plan = plan_with((0, 3, 4, 6, 8), model, Mesh(pp=2, vpp=2), costs, microbatches=6)
+    halved = replace(plan, simulate_only=(MOE_HALVES,))
+    steps = [simulate(one, model, costs).step_ns for one in (plan, halved)]
+    assert steps[0] != steps[1]
+    assert [simulate_replicas(prepare(one, model, costs)).step_ns for one in (plan, halved)] == steps

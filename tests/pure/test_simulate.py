@@ -24,7 +24,7 @@ from tessera_rt.testing.schedules import Bounds, Case, orders
 def uniform_case(
     name: str, pp: int, vpp: int, m: int, f: int, b: int, *, w: int = 0, joint: bool = False, link: Link | None = None
 ) -> Case:
-    """A dense layer per stage, F, B, W of ``f``, ``b``, ``w`` ns; embedding and head take no time; 1 byte per message."""
+    """A dense layer a stage, F, B, W of ``f``, ``b``, ``w`` ns; embedding and head take no time; 1 byte per message."""
     template = build_template(name, pp=pp, vpp=vpp, microbatches=m, joint=joint)
     stages = pp * vpp
     model = dense_model(stages)
