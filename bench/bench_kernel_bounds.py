@@ -11,10 +11,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tessera_rt.kernels.config_table import KERNELS, MINORS, WGRAD
-from tessera_rt.kernels.configs import Choice, config_for
+from tessera_rt.kernels.config_table import GATED_KERNELS, KERNELS, MINORS, WGRAD
+from tessera_rt.kernels.configs import Choice, config_for, layout_of
 from tessera_rt.kernels.efficiency import PEAKS, Bound, bound_of, data_work
 from tessera_rt.kernels.inspection import config_text
+from tessera_rt.kernels.options import NO_GATE
 from tessera_rt.kernels.shapes import RANKS, SHAPES, TOKENS_PER_RANK
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -48,13 +49,14 @@ def bounds_of(target: str) -> list[tuple[Bound, Bound, str]]:
     peak, found = PEAKS[target], []
     for kernel in KERNELS:
         for shape in SHAPES:
-            gate = shape.gate if kernel in ("forward_gate", "gate_backward") else None
-            layout = "plain" if gate is None or not gate.gated else "interleaved" if gate.interleaved else "halves"
+            gate = shape.gate if kernel in GATED_KERNELS else NO_GATE
             config = config_for(
                 Choice(
-                    kernel=kernel, dtype="bfloat16", size="large", layout=layout, architecture=target, minor=MINORS[-1]
+                    kernel=kernel, dtype="bfloat16", size="large", layout=layout_of(gate),
+                    activation=gate.activation.name.lower(), biased=shape.bias and kernel in ("forward", "forward_gate"),
+                    architecture=target, minor=MINORS[-1],
                 )
-            )
+            )  # fmt: skip
             for weight in ("gate_up", "down") if kernel in WGRAD else ("gate_up",):
                 whole = bound_of(kernel, shape, config, peak, sms=peak.sms, weight=weight)
                 part = bound_of(kernel, shape, config, peak, sms=peak.sms - COMMUNICATION_SMS, weight=weight)

@@ -37,6 +37,7 @@ class Row:
     sizes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
+    biased: tuple[bool, ...] = ()
     loads: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     minors: tuple[str, ...] = ()
@@ -100,7 +101,7 @@ TABLE: tuple[Row, ...] = (
         kernels=("gate_backward",),
         dtypes=HALF,
         sizes=("large",),
-        layouts=("plain",),
+        layouts=("plain", "halves"),
         loads=("gather",),
         architectures=("sm100",),
         config=_config(128, 128, 64, 8, 4, 8),
@@ -111,6 +112,15 @@ TABLE: tuple[Row, ...] = (
         sizes=("large",),
         layouts=("halves",),
         activations=("swiglu_clamped", "swiglu_oss", "geglu", "geglu_tanh"),
+        config=_config(128, 64, 64, 8, 4),
+    ),
+    Row(
+        kernels=("forward_gate",),
+        dtypes=HALF,
+        sizes=("large",),
+        layouts=("halves",),
+        biased=(True,),
+        loads=("gather",),
         config=_config(128, 64, 64, 8, 4),
     ),
     # Any size: pointers and masks everywhere.

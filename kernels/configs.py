@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -39,6 +40,7 @@ class Choice:
     size: str  # large | small | any
     layout: str = "plain"  # plain | halves | interleaved
     activation: str = "none"
+    biased: bool = False
     load: str = "tma"  # tma | gather
     architecture: str
     minor: str  # Triton's
@@ -73,6 +75,7 @@ def config_for(choice: Choice) -> Config:
             and choice.size in (row.sizes or (choice.size,))
             and choice.layout in (row.layouts or (choice.layout,))
             and choice.activation in (row.activations or (choice.activation,))
+            and choice.biased in (row.biased or (choice.biased,))
             and choice.load in (row.loads or (choice.load,))
             and choice.architecture in (row.architectures or (choice.architecture,))
             and choice.minor in (row.minors or (choice.minor,))
@@ -83,7 +86,15 @@ def config_for(choice: Choice) -> Config:
 
 
 def choose(
-    kernel: str, x: Tensor, rows: int, experts: int, *, aligned: bool, gather: bool, gate: Gate = NO_GATE
+    kernel: str,
+    x: Tensor,
+    rows: int,
+    experts: int,
+    *,
+    aligned: bool,
+    gather: bool,
+    gate: Gate = NO_GATE,
+    biased: bool = False,
 ) -> Choice:
     """The choice for a call: ``rows`` and ``experts`` are the host's numbers, ``aligned`` that of all row widths."""
     arch = architecture(x.device)
@@ -97,6 +108,7 @@ def choose(
         size=size,
         layout=layout_of(gate),
         activation=gate.activation.name.lower(),
+        biased=biased,
         load="gather" if gather else "tma",
         architecture=arch,
         minor=triton_minor(),
@@ -108,15 +120,16 @@ def all_choices(arch: str, minor: str, dtypes: tuple[str, ...] = HALF) -> tuple[
     return tuple(
         Choice(
             kernel=kernel, dtype=dtype, size=size, layout=layout_of(gate), activation=gate.activation.name.lower(),
-            load=load, architecture=arch, minor=minor,
+            biased=biased, load=load, architecture=arch, minor=minor,
         )
-        for kernel, dtype, size, gate, load in product(
-            KERNELS, dtypes, ("large", "small", "any"), (NO_GATE, *GATES), ("tma", "gather")
+        for kernel, dtype, size, gate, biased, load in product(
+            KERNELS, dtypes, ("large", "small", "any"), (NO_GATE, *GATES), (False, True), ("tma", "gather")
         )
-        if gate == NO_GATE or kernel in GATED_KERNELS
+        if (gate == NO_GATE or kernel in GATED_KERNELS) and (not biased or kernel in ("forward", "forward_gate"))
     )  # fmt: skip
 
 
+@cache  # asked for in every layer's call
 def tile_heights(arch: str) -> tuple[int, ...]:
     """Every tile height that the configurations of the rows products have on an architecture."""
     choices = all_choices(arch, MINORS[-1], (*HALF, "float32"))

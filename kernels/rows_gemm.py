@@ -49,11 +49,11 @@ def rows_gemm(
     """``reference.rows_gemm`` in the dtype of ``x``: (activation [R, N or I], product [R, N] if ``save_pre``).
 
     ``x`` [R, K], or [any, K] with ``index`` [R] int32 or int64, whose values are not checked; ``weight`` [E, N, K] with
-    any strides (the input gradient passes ``weight.mT``); ``bias`` [E, N]. The product is rounded to the dtype before the
-    activation, which is done in fp32 and rounded once: an activation recomputed from a saved product has the same bits.
-    Without ``write_out`` only the product is written and the first result is empty. ``zero_tail``: rows that belong to no expert become zeros
-    (they are left unwritten otherwise). ``kind`` names the row of the configuration table; by default it follows from
-    the arguments. Raises SpecError for shapes, dtypes and devices that do not fit.
+    any strides (the input gradient passes ``weight.mT``); ``bias`` [E, N]. The product is rounded to the dtype before
+    the activation, which is done in fp32 and rounded once: an activation recomputed from a saved product has the same
+    bits. Without ``write_out`` only the product is written and the first result is empty. ``zero_tail``: rows that
+    belong to no expert become zeros (they are left unwritten otherwise). ``kind`` names the row of the configuration
+    table; by default it follows from the arguments. Raises SpecError for shapes, dtypes and devices that do not fit.
     """
     problems = _problems(x, weight, rows, index, bias, gate) + index_problems(index, divisor, rows.rows, x.device)
     problems += device_problem(rows, x)
@@ -70,7 +70,9 @@ def rows_gemm(
         return out, pre
     aligned = width_is_aligned(k) and width_is_aligned(n)
     name = kind or ("forward" if gate.activation is Activation.NONE else "forward_gate")
-    choice = choose(name, x, rows.rows, rows.experts, aligned=aligned, gather=index is not None, gate=gate)
+    choice = choose(
+        name, x, rows.rows, rows.experts, aligned=aligned, gather=index is not None, gate=gate, biased=bias is not None
+    )
     config = run.config or config_for(choice)
     table = rows.table(config.block_m)
     kernel = rows_gemm_any if choice.size == "any" else rows_gemm_aligned

@@ -75,7 +75,7 @@ def _products(
     gate = shape.gate if kernel in GATED_KERNELS else NO_GATE
     choice = Choice(
         kernel=kernel, dtype=dtype, size=size, layout=layout_of(gate), activation=gate.activation.name.lower(),
-        load=load, architecture=arch, minor=minor,
+        biased=shape.bias and kernel in ("forward", "forward_gate"), load=load, architecture=arch, minor=minor,
     )  # fmt: skip
     config = config_for(choice)
     builder = _wgrad_launches if kernel in WGRAD else _gate_backward_launch if kernel == "gate_backward" else _rows

@@ -15,10 +15,9 @@ COMM free, ready times of the frontier; -1 stands for time 0.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
+
+from tessera_rt.scheduler.compiled_arrays import has, hashed, jit, longer, meets, taller, wider, within
 
 _COMP, _COMM = 0, 1
 _ONE = np.uint64(1)
@@ -43,64 +42,7 @@ _HEADER = 14
 ) = range(_HEADER)
 
 
-def _jit(function: Any) -> Any:
-    return numba.njit(cache=True)(function)
-
-
-@_jit
-def _has(mask, task):  # type: ignore[no-untyped-def]
-    return (mask[task >> 6] >> (np.uint64(task) & _LOW)) & _ONE != _ZERO
-
-
-@_jit
-def _meets(mask, other):  # type: ignore[no-untyped-def]
-    shared = _ZERO
-    for word in range(mask.shape[0]):
-        shared |= mask[word] & other[word]
-    return shared != _ZERO
-
-
-@_jit
-def _within(mask, other):  # type: ignore[no-untyped-def]
-    outside = _ZERO
-    for word in range(mask.shape[0]):
-        outside |= mask[word] & ~other[word]
-    return outside == _ZERO
-
-
-@_jit
-def _longer(array, least):  # type: ignore[no-untyped-def]
-    """The array with twice its places, or with ``least`` if that is more."""
-    grown = np.zeros(max(least, 2 * array.shape[0]), dtype=array.dtype)
-    grown[: array.shape[0]] = array
-    return grown
-
-
-@_jit
-def _taller(array):  # type: ignore[no-untyped-def]
-    """The table with twice its rows."""
-    grown = np.zeros((2 * array.shape[0], array.shape[1]), dtype=array.dtype)
-    grown[: array.shape[0]] = array
-    return grown
-
-
-@_jit
-def _wider(array, columns):  # type: ignore[no-untyped-def]
-    grown = np.zeros((array.shape[0], columns), dtype=array.dtype)
-    grown[:, : array.shape[1]] = array
-    return grown
-
-
-@_jit
-def _hash(numbers, seed):  # type: ignore[no-untyped-def]
-    value = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15)
-    for i in range(numbers.shape[0]):
-        value = (value ^ np.uint64(numbers[i])) * np.uint64(0xFF51AFD7ED558CCD)
-        value ^= value >> np.uint64(32)
-    return value
-
-
-@_jit
+@jit
 def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, classes):  # type: ignore[no-untyped-def]
     """The record of a place with its lists, positions counted from its own beginning."""
     n = ns.shape[0]
@@ -108,17 +50,17 @@ def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, 
     undone_on = np.zeros((2, done.shape[0]), dtype=np.uint64)
     undone = frontier = available = sources = 0
     for i in range(n):
-        if _has(done, i):
+        if has(done, i):
             continue
         undone += 1
         undone_on[lane[i], i >> 6] |= _ONE << (np.uint64(i) & _LOW)
-        if _meets(needs[i], done):
+        if meets(needs[i], done):
             slot[i] = 2 + frontier
             frontier += 1
         elif not needs[i].any():
             slot[i] = lane[i]
             sources += 1
-        if _within(needs[i], done):
+        if within(needs[i], done):
             available += 1
     heads = np.zeros(2, dtype=np.int64)
     size = _HEADER + 3 * frontier + 6 * available + classes
@@ -132,7 +74,7 @@ def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, 
     f, a = out[_AT_FRONTIER], out[_AT_AVAILABLE]
     last = -1
     for i in range(n):
-        if _has(done, i):
+        if has(done, i):
             continue
         out[_COMP_LEFT + lane[i]] += ns[i]
         if lane[i] == _COMM and (last < 0 or tail[i] - ns[i] < last):
@@ -142,19 +84,19 @@ def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, 
             f += 3
         elif slot[i] >= 0:
             out[_COMP_SOURCE + lane[i]] = max(out[_COMP_SOURCE + lane[i]], tail[i])
-        if _within(needs[i], done):
+        if within(needs[i], done):
             out[a], out[a + 1], out[a + 2] = i, lane[i], ns[i]
             out[a + 3] = slot[i] if slot[i] >= 2 else -1
             out[a + 4] = out[a + 5] = -1
             a += 6
     out[_COMM_END] = max(last, 0)
     for i in range(leaf_class.shape[0]):
-        if _within(leaf_needs[i], done):
+        if within(leaf_needs[i], done):
             out[out[_AT_LEAVES] + leaf_class[i]] += 1
     end = size
     for on in range(2):
         for i in range(n):
-            if lane[i] != on or _has(done, i) or _meets(before[i], undone_on[on]):
+            if lane[i] != on or has(done, i) or meets(before[i], undone_on[on]):
                 continue
             count = end
             end += 1
@@ -168,7 +110,7 @@ def _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, 
     return out[:end]
 
 
-@_jit
+@jit
 def longest_paths(ns, lane, needs):  # type: ignore[no-untyped-def]
     """[i, j]: ns of the longest chain from the start of j to that of i over tasks of the other lane; -1: none."""
     n = ns.shape[0]
@@ -179,12 +121,12 @@ def longest_paths(ns, lane, needs):  # type: ignore[no-untyped-def]
             if lane[j] == lane[i]:
                 continue
             for f in range(j + 1, i + 1):  # the task behind j on such a chain
-                if paths[i, f] >= 0 and ns[j] + paths[i, f] > paths[i, j] and _has(needs[f], j):
+                if paths[i, f] >= 0 and ns[j] + paths[i, f] > paths[i, j] and has(needs[f], j):
                     paths[i, j] = ns[j] + paths[i, f]
     return paths
 
 
-@_jit
+@jit
 def _bound(pool, base, times, leaf_left, free_leaf):  # type: ignore[no-untyped-def]
     """Least length of all schedules from here on. Raises a lane's free time to when its first task can be ready."""
     at = base + pool[base + _AT_HEADS]
@@ -209,7 +151,7 @@ def _bound(pool, base, times, leaf_left, free_leaf):  # type: ignore[no-untyped-
     return bound
 
 
-@_jit
+@jit
 def _before(bound, depth, i, j):  # type: ignore[no-untyped-def]
     """Whether state i leaves the queue before j: least bound, then most tasks done, then the newer one."""
     if bound[i] != bound[j]:
@@ -219,7 +161,7 @@ def _before(bound, depth, i, j):  # type: ignore[no-untyped-def]
     return i > j
 
 
-@_jit
+@jit
 def _push(heap, size, bound, depth, state):  # type: ignore[no-untyped-def]
     i = size
     while i > 0:
@@ -231,7 +173,7 @@ def _push(heap, size, bound, depth, state):  # type: ignore[no-untyped-def]
     heap[i] = state
 
 
-@_jit
+@jit
 def _pop(heap, size, bound, depth):  # type: ignore[no-untyped-def]
     """The first state; the heap has ``size - 1`` afterwards."""
     top = heap[0]
@@ -253,7 +195,7 @@ def _pop(heap, size, bound, depth):  # type: ignore[no-untyped-def]
     return top
 
 
-@_jit
+@jit
 def search(  # type: ignore[no-untyped-def]
     ns,  # [tasks] without leaves, in topological order
     lane,
@@ -303,11 +245,11 @@ def search(  # type: ignore[no-untyped-def]
     done = np.zeros(words, dtype=np.uint64)
     record = _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, classes)
     if record.shape[0] > pool.shape[0]:
-        pool = _longer(pool, record.shape[0])
+        pool = longer(pool, record.shape[0])
     pool[: record.shape[0]] = record
     used = record.shape[0]
     places = 1
-    place_table[_hash(done, 1) & np.uint64(255)] = 0
+    place_table[hashed(done, 1) & np.uint64(255)] = 0
     for i in range(leaf_class.shape[0]):
         leaf_left[0] += leaf_ns[leaf_class[i]]
     bound[0] = least
@@ -370,17 +312,17 @@ def search(  # type: ignore[no-untyped-def]
                 if pool[entry + 4] < 0:  # the way to the next place is new
                     done[:] = masks[place_of[state]]
                     done[task >> 6] |= _ONE << (np.uint64(task) & _LOW)
-                    spot = _hash(done, 1) & np.uint64(place_table.shape[0] - 1)
+                    spot = hashed(done, 1) & np.uint64(place_table.shape[0] - 1)
                     while place_table[spot] >= 0 and (masks[place_table[spot]] != done).any():
                         spot = (spot + _ONE) & np.uint64(place_table.shape[0] - 1)
                     following_place = place_table[spot]
                     if following_place < 0:
                         record = _record(done, ns, lane, tail, needs, before, paths, leaf_class, leaf_needs, classes)
                         if used + record.shape[0] > pool.shape[0]:
-                            pool = _longer(pool, used + record.shape[0])
+                            pool = longer(pool, used + record.shape[0])
                         if places == at.shape[0]:
-                            at = _longer(at, 0)
-                            masks = _taller(masks)
+                            at = longer(at, 0)
+                            masks = taller(masks)
                         following_place = places
                         at[places] = used
                         masks[places] = done
@@ -390,19 +332,19 @@ def search(  # type: ignore[no-untyped-def]
                         place_table[spot] = following_place
                         if 2 + record[_FRONTIER] > width:
                             width = 2 + record[_FRONTIER]
-                            times = _wider(times, width)
+                            times = wider(times, width)
                             now = np.zeros(width, dtype=np.int64)
                         if 2 * places > place_table.shape[0]:
                             place_table = np.full(2 * place_table.shape[0], -1, dtype=np.int64)
                             for other in range(places):
-                                spot = _hash(masks[other], 1) & np.uint64(place_table.shape[0] - 1)
+                                spot = hashed(masks[other], 1) & np.uint64(place_table.shape[0] - 1)
                                 while place_table[spot] >= 0:
                                     spot = (spot + _ONE) & np.uint64(place_table.shape[0] - 1)
                                 place_table[spot] = other
                     target = at[following_place]
                     size = 3 * pool[target + _FRONTIER]
                     if used + size > pool.shape[0]:
-                        pool = _longer(pool, used + size)
+                        pool = longer(pool, used + size)
                     for j in range(pool[target + _FRONTIER]):
                         other = pool[target + pool[target + _AT_FRONTIER] + 3 * j]
                         slot = -1
@@ -410,7 +352,7 @@ def search(  # type: ignore[no-untyped-def]
                             if pool[base + pool[base + _AT_FRONTIER] + 3 * m] == other:
                                 slot = 2 + m
                         pool[used + 3 * j] = slot
-                        pool[used + 3 * j + 1] = _has(needs[other], task)
+                        pool[used + 3 * j + 1] = has(needs[other], task)
                         pool[used + 3 * j + 2] = lane[other]
                     pool[entry + 4], pool[entry + 5] = following_place, used
                     used += size
@@ -456,7 +398,7 @@ def search(  # type: ignore[no-untyped-def]
                 continue
             # Keep it unless another state with the same tasks done dominates it; forget those it dominates.
             live = 2 + pool[target + _FRONTIER]
-            spot = _hash(counts, next_place + 2) & np.uint64(state_table.shape[0] - 1)
+            spot = hashed(counts, next_place + 2) & np.uint64(state_table.shape[0] - 1)
             while True:
                 other = state_table[spot]
                 if other < 0 or (place_of[other] == next_place and (leaves[other] == counts).all()):
@@ -493,10 +435,10 @@ def search(  # type: ignore[no-untyped-def]
                     link = other
                 other = following[other]
             if states == place_of.shape[0]:
-                times, leaves, place_of = _taller(times), _taller(leaves), _longer(place_of, 0)
-                bound, depth, leaf_left = _longer(bound, 0), _longer(depth, 0), _longer(leaf_left, 0)
-                parent, step, dead = _longer(parent, 0), _longer(step, 0), _longer(dead, 0)
-                following = _longer(following, 0)
+                times, leaves, place_of = taller(times), taller(leaves), longer(place_of, 0)
+                bound, depth, leaf_left = longer(bound, 0), longer(depth, 0), longer(leaf_left, 0)
+                parent, step, dead = longer(parent, 0), longer(step, 0), longer(dead, 0)
+                following = longer(following, 0)
             times[states, :live] = now[:live]
             leaves[states] = counts
             place_of[states] = next_place
@@ -509,7 +451,7 @@ def search(  # type: ignore[no-untyped-def]
             state_table[spot] = states
             groups += head < 0
             if queued == heap.shape[0]:
-                heap = _longer(heap, 0)
+                heap = longer(heap, 0)
             _push(heap, queued, bound, depth, states)
             queued += 1
             states += 1
@@ -518,7 +460,7 @@ def search(  # type: ignore[no-untyped-def]
                 state_table = np.full(2 * wanted.shape[0], -1, dtype=np.int64)
                 for kept in wanted:
                     if kept >= 0:
-                        spot = _hash(leaves[kept], place_of[kept] + 2) & np.uint64(state_table.shape[0] - 1)
+                        spot = hashed(leaves[kept], place_of[kept] + 2) & np.uint64(state_table.shape[0] - 1)
                         while state_table[spot] >= 0:
                             spot = (spot + _ONE) & np.uint64(state_table.shape[0] - 1)
                         state_table[spot] = kept

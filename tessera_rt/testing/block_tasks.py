@@ -42,7 +42,7 @@ class TogetherTransport:
         self.sent.append((rows.detach(), splits))
 
     def _receive(self) -> Tensor:
-        return torch.cat([torch.split(rows, splits)[self.ep_rank] for rows, splits in self.sent])
+        return torch.cat([torch.split(rows, list(splits))[self.ep_rank] for rows, splits in self.sent])
 
 
 class WhenAsked(ReadyPending):

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import pytest
 
 from tessera_rt.kernels import code_hash, inspection
 from tessera_rt.kernels.code_hash import CodeHashes
-from tessera_rt.kernels.config_table import HALF, KERNELS
+from tessera_rt.kernels.config_table import GATED_KERNELS, HALF, KERNELS
 from tessera_rt.kernels.configs import fingerprint, triton_minor
 from tessera_rt.kernels.launch import Launch
+from tessera_rt.kernels.options import Activation
 from tessera_rt.kernels.ptx_checks import plain_waits_in_source
-from tessera_rt.kernels.shapes import SHAPES
+from tessera_rt.kernels.shapes import GATE_SHAPES, SHAPES
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "bench" / "results" / "kernel_report.json"
@@ -104,6 +106,12 @@ def assert_covers(result: dict[str, Any]) -> None:
                 for dtype in HALF:
                     assert {(kernel, shape.name, dtype, size, load) for size in ("large", "small", "any")} <= found
                 assert (kernel, shape.name, "float32", "large", load) in found
+    gates = {(shape.gate.activation, shape.gate.interleaved) for shape in (*SHAPES, *GATE_SHAPES) if shape.gate.gated}
+    assert gates == {(each, wide) for each in Activation if each.gated for wide in (False, True)}
+    for shape, kernel, dtype, size, load in product(
+        GATE_SHAPES, GATED_KERNELS, HALF, ("large", "small"), ("tma", "gather")
+    ):
+        assert (kernel, shape.name, dtype, size, load) in found
     large = [row for row in result["rows"] if row["size"] == "large" and row["kernel"] in KERNELS]
     wanted = "HGMMA" if result["target"] == "sm90" else "UTCHMMA"
     assert all(row["mma"] == wanted for row in large)

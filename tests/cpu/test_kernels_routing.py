@@ -111,14 +111,15 @@ def test_odd_values_in_groups(groups: int, score: str, group_score: str) -> None
     logits = values[torch.randint(0, 8, (24, 12), generator=generator)]
     logits[0], logits[1] = torch.nan, -torch.inf
     bias = values[torch.randint(0, 8, (12,), generator=generator)]
-    rule = RouterRule(top_k=5, score=score, groups=groups, keep_groups=max(1, groups - 2), group_score=group_score)
+    top_k = 4 if groups == 3 else 5
+    rule = RouterRule(top_k=top_k, score=score, groups=groups, keep_groups=max(1, groups - 2), group_score=group_score)
     for added in (None, bias):
         ids, _ = routing.topk(logits, rule, bias=added)
         want, _ = reference.topk(logits, rule, bias=added)
         # exp and its sum differ in the last place, and with it which of two equal softmax scores is larger.
         exact = score == "sigmoid" or rule.chooses_by_logits(added is not None)
         assert not exact or torch.equal(ids, want), (logits, added)
-        assert ((ids >= 0) & (ids < 12)).all() and all(len(set(row)) == 5 for row in ids.tolist())
+        assert ((ids >= 0) & (ids < 12)).all() and all(len(set(row)) == top_k for row in ids.tolist())
 
 
 def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation() -> None:
