@@ -53,7 +53,8 @@ def bounds_of(target: str) -> list[tuple[Bound, Bound, str]]:
             config = config_for(
                 Choice(
                     kernel=kernel, dtype="bfloat16", size="large", layout=layout_of(gate),
-                    activation=gate.activation.name.lower(), biased=shape.bias and kernel in ("forward", "forward_gate"),
+                    activation=gate.activation.name.lower(),
+                    biased=shape.bias and kernel in ("forward", "forward_gate"),
                     architecture=target, minor=MINORS[-1],
                 )
             )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Compiles offline, without a GPU; nothing is timed. Writes results/kernel_report.json, which tests compare with the
 sources, and compiles only what that file does not hold yet. Other versions of Triton are expected in
-.cache/triton/<version> (the tests install them), else they are fetched by pip. All anew takes about ten minutes per
+.cache/triton/<version> (the tests install them), else they are fetched by pip. All anew takes about twenty minutes per
 version and worker. A part of it, for one target: tessera kernels report.
 """
 

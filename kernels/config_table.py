@@ -50,6 +50,7 @@ def _config(block_m: int, block_n: int, block_k: int, warps: int, stages: int, s
 
 ROWS_GEMM = ("forward", "forward_gate", "dgrad")
 WGRAD = ("wgrad_write", "wgrad_accumulate")
+HEAVY = ("swiglu_clamped", "swiglu_oss", "geglu", "geglu_tanh")  # activations that need more registers than SwiGLU
 GATED_KERNELS = ("forward_gate", "gate_backward")  # those with an activation
 KERNELS = (*ROWS_GEMM, "gate_backward", *WGRAD)
 
@@ -101,17 +102,37 @@ TABLE: tuple[Row, ...] = (
         kernels=("gate_backward",),
         dtypes=HALF,
         sizes=("large",),
-        layouts=("plain", "halves"),
+        layouts=("plain",),
         loads=("gather",),
         architectures=("sm100",),
         config=_config(128, 128, 64, 8, 4, 8),
     ),
-    Row(  # more arithmetic than SwiGLU's: with a bias, or the addresses of gathered rows, the wider tile spills
+    Row(  # with transposed weights
+        kernels=("gate_backward",),
+        dtypes=HALF,
+        sizes=("large",),
+        layouts=("halves",),
+        activations=("swiglu",),
+        loads=("tma",),
+        architectures=("sm100",),
+        config=_config(128, 128, 64, 8, 4, 8),
+    ),
+    Row(
+        kernels=("gate_backward",),
+        dtypes=HALF,
+        sizes=("large",),
+        layouts=("halves",),
+        activations=HEAVY,
+        loads=("gather",),
+        architectures=("sm100",),
+        config=_config(128, 128, 64, 8, 4, 8),
+    ),
+    Row(  # with a bias, or the addresses of gathered rows, the wider tile spills
         kernels=("forward_gate",),
         dtypes=HALF,
         sizes=("large",),
         layouts=("halves",),
-        activations=("swiglu_clamped", "swiglu_oss", "geglu", "geglu_tanh"),
+        activations=HEAVY,
         config=_config(128, 64, 64, 8, 4),
     ),
     Row(
@@ -122,6 +143,23 @@ TABLE: tuple[Row, ...] = (
         biased=(True,),
         loads=("gather",),
         config=_config(128, 64, 64, 8, 4),
+    ),
+    Row(
+        kernels=("gate_backward",),
+        dtypes=HALF,
+        sizes=("small",),
+        layouts=("halves",),
+        activations=HEAVY,
+        architectures=("sm100",),
+        config=_config(64, 128, 64, 8, 4),
+    ),
+    Row(  # the error function
+        kernels=("gate_backward",),
+        dtypes=HALF,
+        sizes=("small",),
+        layouts=("halves",),
+        activations=("geglu",),
+        config=_config(64, 128, 64, 8, 4),
     ),
     # Any size: pointers and masks everywhere.
     Row(kernels=KERNELS, sizes=("any",), config=_config(64, 64, 32, 4, 2)),

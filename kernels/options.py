@@ -38,9 +38,10 @@ class Gate:
     limit: float = 7.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.activation, Activation):
+        given: object = self.activation
+        if not isinstance(given, Activation):
             allowed = ", ".join(f"Activation.{each.name}" for each in Activation)
-            raise SpecError.of("gate", [Problem("activation", self.activation, f"one of {allowed}")])
+            raise SpecError.of("gate", [Problem("activation", given, f"one of {allowed}")])
 
     @property
     def gated(self) -> bool:

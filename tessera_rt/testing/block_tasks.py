@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera_rt.moe.block import MoEBlock
 from tessera_rt.moe.steps import CommStep, ComputeStep, Pending, ReadyPending, RowLayout, Step, Transport
