@@ -98,7 +98,7 @@ def test_large_products_compile_soundly(tmp_path: Path, target: str, version: st
 
 
 def assert_covers(result: dict[str, Any]) -> None:
-    """Every kernel, dtype and load at the shapes of all models, fp32 and the any-size class too; other gates in bf16."""
+    """Every kernel, dtype and load at the models' shapes, fp32 and the any-size class too; other gates in bf16."""
     found = {(row["kernel"], row["model"], row["dtype"], row["size"], row["load"]) for row in result["rows"]}
     for kernel in KERNELS:
         for shape in SHAPES:
