@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="these parts only")
     parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="partitions tried for each tuned line")
     given = parser.parse_args(arguments)
-    device, out = load_device(DEVICE), Console(width=150)
+    device, out = load_device(DEVICE), Console(width=170)
     out.print(
         f"Assumed: {device.title} of {DEVICE}.yaml, {PP} pipeline x {EP} expert-parallel ranks; nothing measured."
     )
@@ -166,7 +166,7 @@ def row_of(subject: Subject, compared: Compared, device: DeviceSpec) -> Row:
 def table_of(rows: Sequence[Row]) -> Table:
     first = rows[0]
     table = Table(title=f"{first['model']}, {first['microbatches']} micro-batches", title_justify="left")
-    table.add_column("schedule (* simulate-only)")
+    table.add_column("schedule (* simulate-only)", no_wrap=True)
     for name in (
         "stages a rank",
         "step ms",

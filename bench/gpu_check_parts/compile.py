@@ -9,7 +9,7 @@ from tessera_rt.kernels.budget import architecture
 from tessera_rt.kernels.inspection import EVERYTHING, Selection, report
 from tessera_rt.kernels.offline import target_named
 
-DRY = Selection(model=("qwen3-30b-a3b", ""), dtype=("bfloat16", "int32", ""), size=("large", ""))
+DRY = Selection(model=("qwen3-30b-a3b",), dtype=("bfloat16", "int32"), size=("large", "any"))
 
 
 def run(check: Check) -> None:
