@@ -9,10 +9,9 @@ a rank's stages, moment by moment, are bounded by the least that each of its oth
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
+
+from tessera_rt.scheduler.compiled_arrays import jit
 
 UNSATISFIABLE, SATISFIED, UNDECIDED = 0, 1, 2
 _ONE = np.uint64(1)
@@ -21,11 +20,7 @@ _LOW = np.uint64(63)
 _HUGE = 2**63 - 1
 
 
-def _jit(function: Any) -> Any:
-    return numba.njit(cache=True)(function)
-
-
-@_jit
+@jit
 def allow(pairs, costs, offsets, sizes, words, at_most, forward, backward):  # type: ignore[no-untyped-def]
     """Fills the bit sets of all constraints: which values of the other stage go with each value.
 
@@ -46,17 +41,17 @@ def allow(pairs, costs, offsets, sizes, words, at_most, forward, backward):  # t
             at += columns
 
 
-@_jit
+@jit
 def _has(domain, value):  # type: ignore[no-untyped-def]
     return (domain[value >> 6] >> (np.uint64(value) & _LOW)) & _ONE != _ZERO
 
 
-@_jit
+@jit
 def _drop(domain, value):  # type: ignore[no-untyped-def]
     domain[value >> 6] &= ~(_ONE << (np.uint64(value) & _LOW))
 
 
-@_jit
+@jit
 def _revise(domains, left, stage, other, allowed, support):  # type: ignore[no-untyped-def]
     """Drops values of ``stage`` that no value of ``other`` goes with. ``support``: the word that last had one."""
     words = domains.shape[1]
@@ -83,7 +78,7 @@ def _revise(domains, left, stage, other, allowed, support):  # type: ignore[no-u
     return changed
 
 
-@_jit
+@jit
 def _memory(  # type: ignore[no-untyped-def]
     domains, left, changed, rank, stage_first, stage_of, table_bytes, limit, moments, bytes_of, bytes_first, uses
 ):
@@ -141,7 +136,7 @@ def _memory(  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def _propagate(  # type: ignore[no-untyped-def]
     domains,
     left,
@@ -209,7 +204,7 @@ def _propagate(  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def _choose(left, pairs, of_stage, of_first, weights, rank_weights, rank_of):  # type: ignore[no-untyped-def]
     """The stage with several values left and the least of them per failure; -1 when all are decided."""
     best, chosen = 0.0, -1
@@ -228,7 +223,7 @@ def _choose(left, pairs, of_stage, of_first, weights, rank_weights, rank_of):  #
     return chosen
 
 
-@_jit
+@jit
 def _first(domain):  # type: ignore[no-untyped-def]
     for word in range(domain.shape[0]):
         bits = domain[word]
@@ -241,7 +236,7 @@ def _first(domain):  # type: ignore[no-untyped-def]
     return -1
 
 
-@_jit
+@jit
 def solve(  # type: ignore[no-untyped-def]
     start,  # [stages, words] bits of the values that each stage may take
     pairs,  # [constraints, 2]

@@ -6,11 +6,10 @@ Same rules as ``simulate_run`` and, to the nanosecond, the same times; it knows 
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from tessera_rt.scheduler.compiled_arrays import jit
 
 Ints = npt.NDArray[np.int64]
 
@@ -20,11 +19,7 @@ DEADLOCK = -1
 """Returned instead of a step time when ranks wait for each other for ever."""
 
 
-def _jit(function: Any) -> Any:
-    return numba.njit(cache=True)(function)
-
-
-@_jit
+@jit
 def _push(heap_time, heap_code, size, time, code):  # type: ignore[no-untyped-def]
     i = size[0]
     size[0] += 1
@@ -37,7 +32,7 @@ def _push(heap_time, heap_code, size, time, code):  # type: ignore[no-untyped-de
     heap_time[i], heap_code[i] = time, code
 
 
-@_jit
+@jit
 def _pop(heap_time, heap_code, size):  # type: ignore[no-untyped-def]
     """Takes the first event out; the caller has read it from place 0."""
     size[0] -= 1
@@ -61,7 +56,7 @@ def _pop(heap_time, heap_code, size):  # type: ignore[no-untyped-def]
     heap_time[i], heap_code[i] = time, code
 
 
-@_jit
+@jit
 def _next_pass(number, stages, microbatches, copies):  # type: ignore[no-untyped-def]
     """As ``Passes.next``."""
     length = stages // copies
@@ -71,7 +66,7 @@ def _next_pass(number, stages, microbatches, copies):  # type: ignore[no-untyped
     return -1 if place == length - 1 else number + 2 * microbatches
 
 
-@_jit
+@jit
 def run_steps(  # type: ignore[no-untyped-def]
     sizes,  # stages, microbatches, copies, edges, latency ns
     contention,
