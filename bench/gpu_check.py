@@ -4,8 +4,8 @@
 
 Parts run one after the other, each in a process of its own with a limit of its own, so that a hang or a crash costs
 one part. The result (results/gpu_check.json) is written after every part. --dry-run runs every part without a GPU: the
-kernels interpreted or compiled offline, small sizes, times that mean nothing; its result is kept only with --output.
-The exit code is 1 if a case failed or a part did not end.
+kernels interpreted or compiled offline, small sizes, times that mean nothing. The result of a dry run, or of some parts
+alone, is kept only with --output. The exit code is 1 if a case failed or a part did not end, not for a missed aim.
 
 What one GPU cannot tell: nothing of NVLink or any other link, and nothing of memory ordering between GPUs.
 """
@@ -62,8 +62,8 @@ DRY_FACTOR = 5.0  # interpreting is slow
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in (*PARTS, *MORE_PARTS)]
-    parser.add_argument("--output", type=Path, help="result file (JSON)")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts; 480 without --dry-run")
+    parser.add_argument("--output", type=Path, help=f"result file (JSON); {RESULT.name} if all parts run on a GPU")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts; five times as many in a dry run")
     parser.add_argument("--only", nargs="+", choices=names, default=[part.name for part in PARTS], help="these parts")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: every part on its CPU twin")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
@@ -72,12 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part:
         return run_part(options.part, options.part_output, options.dry_run, options.seconds)
     out = Console(width=150)
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds:g}: must be above 0")
+    if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"--output {options.output}: must be a file in a folder that exists")
     import torch
 
     if not options.dry_run and not torch.cuda.is_available():
         out.print("no CUDA device is here; --dry-run runs every part on its CPU twin")
         return 1
-    output = options.output or (None if options.dry_run else RESULT)
+    everything = {part.name for part in PARTS} <= set(options.only)
+    output = options.output or (RESULT if everything and not options.dry_run else None)
     if options.dry_run:
         out.print("dry run: no GPU is used, and no time below means anything")
     deadline = time.monotonic() + options.seconds * (DRY_FACTOR if options.dry_run else 1)
@@ -170,10 +175,13 @@ def report(out: Console, name: str, part: dict[str, Any]) -> None:
         f"{seconds:.0f} s"
     )
     for case in skipped:
-        out.print(f"    skipped {case['case']}: {case['reason']}")
+        out.print(f"    skipped {case['case']}: {case['reason']}", markup=False)
     for case in part["cases"]:
         if case["status"] == "failed":
-            out.print(f"    FAILED {case['case']}: {case['reason'].strip().splitlines()[-1]}")
+            out.print(f"    FAILED {case['case']}: {case['reason'].strip().splitlines()[-1]}", markup=False)
+        for target in case.get("figures", {}).get("targets", []):
+            word = "reached" if target["reached"] else "MISSED"
+            out.print(f"    {word} {case['case']}: {target['what']} {target['found']:.2f}, aim {target['aim']:g}")
     if "log" in part:
         out.print(part["log"].strip()[-1500:], markup=False)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -19,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.transport_layout import differences
+
+NO_USE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class PeerMemory:
 
 
 class PeerAllocator(Protocol):
-    """Makes peer memory. ``allocate`` is called by all ranks in the same order with the same sizes."""
+    """Makes peer memory. ``allocate`` is called by all ranks in the same order with the same arguments."""
 
     @property
     def rank(self) -> int: ...
@@ -46,8 +51,12 @@ class PeerAllocator(Protocol):
     @property
     def world(self) -> int: ...
 
-    def allocate(self, size: int) -> PeerMemory:
-        """``size`` bytes, zero on every rank before the first rank's call returns; lives as long as the result."""
+    def allocate(self, size: int, use: Mapping[str, str] = NO_USE) -> PeerMemory:
+        """``size`` bytes, zero on every rank before the first rank's call returns; lives as long as the result.
+
+        ``use`` names what decides the meaning of the bytes. Raises SpecError where a rank's size or use is not that of
+        the others.
+        """
         ...
 
 
@@ -59,6 +68,29 @@ def virtual_ranks(world: int, device: torch.device = torch.device("cpu")) -> lis
     return [_VirtualRank(rank, shared) for rank in range(world)]
 
 
+def asked_for(size: int, use: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks must have in common."""
+    return {**use, "size": str(size)}
+
+
+def refuse_other_uses(rank: int, mine: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> None:
+    """Raises SpecError if a rank asked for something else: each would read and write at places of its own."""
+    problems = [
+        problem
+        for other, asked in others.items()
+        for problem in differences(mine, asked, f"as on rank {other}", "give all ranks the same")
+    ]
+    if problems:
+        raise SpecError.of(f"peer memory of rank {rank}", problems)
+
+
+def gathered(group: dist.ProcessGroup, mine: dict[str, str]) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
+    """``mine`` and that of every rank of ``group``. Collective."""
+    found: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return mine, dict(enumerate(found))
+
+
 class _Shared:
     """The allocations of virtual ranks: the first rank that asks for the n-th one makes it for all."""
 
@@ -67,17 +99,17 @@ class _Shared:
         self._device = device
         self._lock = threading.Lock()
         self._made: list[list[PeerMemory]] = []
+        self._asked: list[tuple[int, dict[str, str]]] = []  # of which rank, and what
 
-    def get(self, number: int, rank: int, size: int) -> PeerMemory:
+    def get(self, number: int, rank: int, size: int, asked: dict[str, str]) -> PeerMemory:
         with self._lock:
             if number == len(self._made):
                 parts = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(self.world)]
                 bases = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=self._device)
                 self._made.append([PeerMemory(r, self.world, part, bases, parts) for r, part in enumerate(parts)])
-            found = self._made[number][rank]
-        if found.local.numel() != size:
-            problem = Problem("size", size, f"{found.local.numel()} bytes as on the other ranks")
-            raise SpecError.of(f"allocation {number} of rank {rank}", [problem])
+                self._asked.append((rank, asked))
+            found, (first, wanted) = self._made[number][rank], self._asked[number]
+        refuse_other_uses(rank, asked, {first: wanted})
         return found
 
 
@@ -87,9 +119,9 @@ class _VirtualRank:
         self._shared = shared
         self._calls = 0
 
-    def allocate(self, size: int) -> PeerMemory:
+    def allocate(self, size: int, use: Mapping[str, str] = NO_USE) -> PeerMemory:
         self._calls += 1
-        return self._shared.get(self._calls - 1, self.rank, size)
+        return self._shared.get(self._calls - 1, self.rank, size, asked_for(size, use))
 
 
 class SymmetricMemory:
@@ -106,9 +138,10 @@ class SymmetricMemory:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device = group, device
 
-    def allocate(self, size: int) -> PeerMemory:
+    def allocate(self, size: int, use: Mapping[str, str] = NO_USE) -> PeerMemory:
         import torch.distributed._symmetric_memory as symmetric  # private in torch: loaded only where it is used
 
+        refuse_other_uses(self.rank, *gathered(self._group, asked_for(size, use)))
         local = symmetric.empty(size, dtype=torch.uint8, device=self._device).zero_()
         handle = symmetric.rendezvous(local, self._group)
         offset = int(getattr(handle, "offset", 0))  # of the tensor in its mapped block; absent before torch 2.10

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError, TransportError
 from tessera_rt.kernels.budget import SmBudget, device_budget
-from tessera_rt.kernels.operands import DEFAULT_RUN, Run, check_tensors, shape_problem
+from tessera_rt.kernels.operands import (
+    DEFAULT_RUN,
+    ID_DTYPES,
+    INDEX_DTYPES,
+    Run,
+    check_tensors,
+    refuse,
+    shape_problem,
+    tensor_problems,
+)
 from tessera_rt.kernels.peer_memory import PeerAllocator
 from tessera_rt.kernels.routing import PLACE_BLOCK, Routed, expert_rows, place
 from tessera_rt.kernels.routing_kernels import histogram_kernel, tile_scan_kernel
@@ -40,7 +49,7 @@ from tessera_rt.kernels.transport_kernels import (
     rows_take_kernel,
     slots_kernel,
 )
-from tessera_rt.kernels.transport_layout import Channel, Combine, Layout, Region, Traffic
+from tessera_rt.kernels.transport_layout import Channel, Combine, Layout, Region, Traffic, differences
 from tessera_rt.kernels.transport_signal_kernels import wait_kernel
 
 BLOCK, BLOCK_H, WARPS = 8, 512, 8  # rows and columns of a tile: a warp has a row of 512
@@ -58,9 +67,10 @@ class Placement:
 
     ``ids`` [U, J] int32 as dispatched; ``slots`` [U, W]: row at each rank or -1; ``home`` [T, K]: negative for choices
     that are not sent; ``counts`` [W, E]: choices per source and expert; ``incoming`` [1]: units this rank receives.
-    All int32. ``tokens`` = T.
+    All int32. ``tokens`` = T. It may be used again, by every transport of its ``traffic``.
     """
 
+    traffic: Traffic
     tokens: int
     ids: Tensor
     slots: Tensor
@@ -89,7 +99,7 @@ class PeerTransport:
             raise SpecError.of("peer transport", problems)
         self.traffic, self.rank, self.world = traffic, allocator.rank, allocator.world
         self._layout = Layout.of(traffic)
-        self._memory = allocator.allocate(self._layout.total)
+        self._memory = allocator.allocate(self._layout.total, traffic.values())
         self.device = self._memory.local.device
         self._run = communication_run(run, self.device)
         self._polls = polls or (POLLS_CUDA if self.device.type == "cuda" else POLLS_INTERPRETED)
@@ -111,14 +121,13 @@ class PeerTransport:
     def exchange(self, ids: Tensor) -> Issued[Placement]:
         """Chosen experts ``ids`` [T, K] of an integer type (outside 0 .. E - 1: not sent) -> where all units go."""
         traffic = self.traffic
-        problems = shape_problem("ids", ids, None, traffic.top_k)
-        if not problems and ids.shape[0] > traffic.tokens:
+        problems = tensor_problems("ids", ids, (None, traffic.top_k), ID_DTYPES, self.device)
+        if ids.dim() and ids.shape[0] > traffic.tokens:
             problems.append(Problem("tokens", ids.shape[0], f"at most {traffic.tokens}", "raise the traffic's tokens"))
-        if ids.is_floating_point() or ids.device != self.device:
-            problems.append(Problem("ids", f"{ids.dtype} on {ids.device}", f"integers on {self.device}"))
-        if problems:
-            raise SpecError.of("exchange", problems)
+        refuse("exchange", problems)
         tokens, units = ids.shape[0], ids.shape[0] * traffic.units_per_token
+        if ids.dtype == torch.int64:
+            ids = ids.clamp(-1, traffic.experts)  # one beyond int32 would come back as another expert
         ids = ids.to(torch.int32).contiguous().view(units, traffic.choices)
         before, of_ranks, of_experts = self._count(ids)
         channel, layout = Channel.COUNTS, self._layout
@@ -134,9 +143,9 @@ class PeerTransport:
 
     def dispatch(self, x: Tensor, weights: Tensor, placement: Placement) -> Issued[Received[Placement]]:
         """Sends ``x`` [T, H] with the router's ``weights`` [T, K] fp32 to the experts of ``placement``."""
-        problems = shape_problem("weights", weights, placement.tokens, self.traffic.top_k)
-        if weights.dtype != torch.float32:
-            problems.append(Problem("weights.dtype", str(weights.dtype), "float32"))
+        problems = self._of_this_traffic(placement)
+        shape = (placement.tokens, self.traffic.top_k)
+        problems += tensor_problems("weights", weights, shape, (torch.float32,), self.device)
         self._check_rows("dispatch", "x", x, placement.tokens, problems)
         sent = weights.contiguous()
         number = self._put_rows(x, placement, sent)
@@ -145,7 +154,8 @@ class PeerTransport:
     def dispatch_gradient(self, grad: Tensor, received: Received[Placement]) -> Issued[Tensor]:
         """The backward of ``combine``: ``grad`` [T, H] goes where the tokens went -> [R, H] as ``received.x``. The
         experts' backward multiplies by ``received.weights``."""
-        self._check_rows("dispatch_gradient", "grad", grad, received.placement.tokens, [])
+        problems = self._of_this_traffic(received.placement)
+        self._check_rows("dispatch_gradient", "grad", grad, received.placement.tokens, problems)
         number = self._put_rows(grad, received.placement, None)
         return Issued(lambda: self._take_rows(number, received.placement, None))
 
@@ -160,13 +170,15 @@ class PeerTransport:
     ) -> Issued[Combined]:
         """Brings the experts' rows home: out[t] = sum over k of weights[t, k] y[position of (t, k)].
 
-        ``y`` [any, H]; ``position`` [R, J] int32: the row of each received choice, -1 for none (counts as zero).
+        ``y`` [any, H]; ``position`` [R, J] int32: the row of each received choice, below the number of rows of ``y``
+        (it is read unchecked), -1 for none (counts as zero).
         Without ``weighted`` a plain sum: the backward of ``dispatch``, which passes ``router_gradient`` [R, J] fp32.
         """
         traffic, channel, layout = self.traffic, Channel.COMBINE, self._layout
-        problems = shape_problem("position", position, traffic.units_received, traffic.choices)
+        problems, shape = self._of_this_traffic(received.placement), (traffic.units_received, traffic.choices)
+        problems += tensor_problems("position", position, shape, INDEX_DTYPES, self.device)
         if router_gradient is not None:
-            problems += shape_problem("router_gradient", router_gradient, *position.shape)
+            problems += tensor_problems("router_gradient", router_gradient, shape, (torch.float32,), self.device)
         self._check_rows("combine", "y", y, None, problems)
         y, number = _with_rows(y), self._begin(channel)
         returned, gradients = layout.returned, layout.gradients
@@ -281,7 +293,7 @@ class PeerTransport:
             units, self.world, traffic.experts, traffic.local_experts, traffic.units_received,
             J=traffic.choices, BLOCK=REACH_BLOCK, BLOCK_W=self._block_w, num_warps=REACH_WARPS, **traced,
         )  # fmt: skip
-        return Placement(tokens, ids, slots, home, counts, incoming)
+        return Placement(traffic, tokens, ids, slots, home, counts, incoming)
 
     def _put_rows(self, x: Tensor, placement: Placement, weights: Tensor | None) -> int:
         traffic, channel, layout = self.traffic, Channel.DISPATCH, self._layout
@@ -396,6 +408,11 @@ class PeerTransport:
         """Grid, its part of the trace, and the kernel's option that says whether there is one."""
         grid, places = self._run.grid(kernel, self.device, tasks)
         return grid, places, {"TRACE": places is not None}
+
+    def _of_this_traffic(self, placement: Placement) -> list[Problem]:
+        """Problems if the placement's rows would lie elsewhere here."""
+        remedy = "the placement is of other traffic: exchange the ids with this transport"
+        return differences(placement.traffic.values(), self.traffic.values(), "this transport's", remedy)
 
     def _check_rows(self, where: str, name: str, x: Tensor, rows: int | None, problems: list[Problem]) -> None:
         problems += shape_problem(name, x, rows, self.traffic.hidden)

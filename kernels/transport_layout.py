@@ -6,7 +6,8 @@ all K expert ids), or one choice of a token (form ``rows``: one copy per chosen 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum, StrEnum
 
 import torch
@@ -95,6 +96,10 @@ class Traffic:
             ]
         if problems:
             raise SpecError.of("expert-parallel traffic", problems)
+
+    def values(self) -> dict[str, str]:
+        """All fields as text, to compare what ranks were given."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -196,6 +201,15 @@ class Layout:
             ready=0, free=flags, counts=counts, rows=rows, origin=origin, ids=ids, weights=weights, returned=returned,
             gradients=gradients, total=gradients.end,
         )  # fmt: skip
+
+
+def differences(mine: Mapping[str, str], other: Mapping[str, str], whose: str, remedy: str = "") -> list[Problem]:
+    """A problem for each of ``mine`` that is not that of ``other``."""
+    return [
+        Problem(name, value, f"{other.get(name)}, {whose}", remedy)
+        for name, value in mine.items()
+        if other.get(name) != value
+    ]
 
 
 def _aligned(size: int) -> int:

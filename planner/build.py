@@ -127,7 +127,7 @@ def build_plan(
     tried: list[tuple[Setting, Fit]] = []
     for make in makers:
         table = make()
-        _check_costs(model, mesh, table)
+        check_costs(model, mesh, table)
         setting = Setting(
             model,
             table,
@@ -296,7 +296,8 @@ def _check_request(
         raise PlanError.of("plan request", problems)
 
 
-def _check_costs(model: ModelSpec, mesh: Mesh, costs: CostTable) -> None:
+def check_costs(model: ModelSpec, mesh: Mesh, costs: CostTable) -> None:
+    """Raises PlanError unless the costs are of this model on such a mesh."""
     problems = []
     if costs.fingerprint != model.fingerprint:
         remedy = "make costs for this model"

@@ -43,7 +43,8 @@ class Options:
 class Found:
     """A partition and how it was found. ``bound_ns``: no partition's T_dom is less. ``status``: as in ``SolverStatus``.
 
-    ``alternatives``: (name, simulated step time in ns) of everything that was simulated.
+    ``alternatives``: (name, simulated step time in ns) of everything that was simulated. ``others``: met on the way,
+    worth a look at their steps.
     """
 
     bounds: Bounds
@@ -51,6 +52,7 @@ class Found:
     status: str
     bound_ns: int
     alternatives: tuple[tuple[str, int], ...] = ()
+    others: tuple[Bounds, ...] = ()
 
 
 class Clock:
@@ -86,7 +88,13 @@ def least_t_dom(setting: Setting, start: Bounds, options: Options) -> Found:
         best = ties_broken(setting, result.bounds, clock)
     bound = _global_bound(setting, chain.bound_ns, result, cands)
     status = _status(setting.t_dom(best), bound, result)
-    return Found(bounds=best, method=result.method if result else _fallback(options), status=status, bound_ns=bound)
+    return Found(
+        bounds=best,
+        method=result.method if result else _fallback(options),
+        status=status,
+        bound_ns=bound,
+        others=(result.bounds,) if result else (),
+    )
 
 
 def _global_bound(setting: Setting, known: int, result: MinMax | None, cands: Candidates) -> int:

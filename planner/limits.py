@@ -1,7 +1,8 @@
 """The memory limit: is there any partition that keeps it, and if not, what would help.
 
-The dynamic program and local search come first, then a bound on memory alone, and only where these do not decide
-(several stages a rank) the integer program over memory near the leanest partition.
+The dynamic program and local search come first, then a bound on memory alone. Where these do not decide (several
+stages a rank), all partitions are searched for one that fits, and after NODES nodes without an answer the integer
+program over memory looks near the leanest one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from tessera_rt.planner.candidates import Bounds, candidates, ranges
 from tessera_rt.planner.memory import MemoryModel
 from tessera_rt.planner.memory_bound import memory_bound
 from tessera_rt.planner.partition_milp import Solver, partition_milp
+from tessera_rt.planner.partition_threshold import threshold_search
 from tessera_rt.planner.setting import Setting
 from tessera_rt.scheduler.templates import Template
 
+NODES = 500
+"""Of the search of all partitions: some seconds where there are hundreds of ranges a stage."""
 WINDOW = 2
 """How far the integer program over memory may move the boundaries of the leanest partition."""
 MOVING = ("activations", "pending_w", "transient", "output")
@@ -47,13 +51,20 @@ def fit(setting: Setting, *, time_limit_s: float, solver: Solver) -> Fit:
         return Fit(start=start, leanest=start, bound=0)
     least = memory_bound(memory)
     leanest = min((least.bounds, memory_balanced(ranks, memory)), key=_peak_of(memory))
-    if max(memory.peaks(leanest)) > limit >= least.bound:  # undecided: several stages a rank
-        cands = candidates(len(setting.model.items), setting.stages, [leanest], window=WINDOW)
-        better = partition_milp(cands, [], memory=memory, time_limit_s=time_limit_s, solver=solver)
-        if better is not None:
-            leanest = min((leanest, better.bounds), key=_peak_of(memory))
+    bound = least.bound
+    if max(memory.peaks(leanest)) > limit >= bound:  # undecided: several stages a rank
+        every = candidates(len(setting.model.items), setting.stages, window=None)
+        found = threshold_search(every, (), memory=memory, limit=limit, node_limit=NODES)
+        if found.bounds is not None:
+            leanest = found.bounds
+        else:
+            bound = limit + 1 if found.proven else bound
+            near = candidates(len(setting.model.items), setting.stages, [leanest], window=WINDOW)
+            better = partition_milp(near, [], memory=memory, time_limit_s=time_limit_s, solver=solver)
+            if better is not None:
+                leanest = min((leanest, better.bounds), key=_peak_of(memory))
     fits = max(memory.peaks(leanest)) <= limit
-    return Fit(start=leanest if fits else None, leanest=leanest, bound=least.bound)
+    return Fit(start=leanest if fits else None, leanest=leanest, bound=bound)
 
 
 def _peak_of(memory: MemoryModel) -> Callable[[Bounds], int]:

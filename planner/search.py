@@ -53,7 +53,9 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
         "t_dom": t_dom.bounds,
     }
     count = default_evaluations(setting) if options.evaluations is None else options.evaluations
-    named["step-tuned"] = step_tuned(setting, list(named.values()), count, Clock(options.time_limit_s).is_up)
+    clock = Clock(options.time_limit_s)
+    named["step-tuned"] = step_tuned(setting, [*named.values(), *t_dom.others], count, clock.is_up)
+    cut_short = " (the time was up while tuning)" if count and clock.is_up() else ""
     best = min(
         (name for name, bounds in named.items() if not setting.excess(bounds)),
         key=lambda name: (setting.step_ns(named[name]), setting.t_dom(named[name])),
@@ -65,7 +67,7 @@ def _least_step(setting: Setting, start: Bounds, options: Options) -> Found:
     same = named[best] == t_dom.bounds
     return Found(
         bounds=named[best],
-        method=f"simulated step: {best}; {t_dom.method}",
+        method=f"simulated step: {best}{cut_short}; {t_dom.method}",
         status=t_dom.status if same else "heuristic",
         bound_ns=min(t_dom.bound_ns, setting.t_dom(named[best])),
         alternatives=alternatives,

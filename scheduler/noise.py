@@ -29,6 +29,8 @@ Floats = npt.NDArray[np.float64]
 
 JITTERS = ("lognormal", "uniform")
 _QUANTILES = 4096
+MOST_SHARES = 2**28
+"""Numbers that a draw may have: 2 GiB of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,8 @@ def draw_rows(
 ) -> Rows:
     """Random rows for every MoE layer and micro-batch of ``replicas`` EP groups of ``workload.ep`` ranks.
 
-    Raises ScheduleError for a model without experts, one expert-parallel rank, or impossible noise.
+    Raises ScheduleError for a model without experts, one expert-parallel rank, impossible noise, or more than
+    MOST_SHARES rows to draw.
     """
     items, ep = moe_items(model), workload.ep
     problems = []
@@ -129,6 +132,10 @@ def draw_rows(
         problems.append(Problem("noise", model.name, "given for a model with MoE layers"))
     if ep < 2:
         problems.append(Problem("ep", ep, "at least 2: a single rank always receives all rows"))
+    of_one = len(items) * microbatches * ep
+    if replicas * of_one > MOST_SHARES:
+        allowed = f"at most {MOST_SHARES // of_one} with {len(items)} layers, {microbatches} micro-batches and ep {ep}"
+        problems.append(Problem("replicas", replicas, allowed))
     if problems:
         raise ScheduleError.of("routing noise", problems)
     rng = np.random.default_rng(seed)
@@ -177,10 +184,27 @@ def load_counts(path: str | Path, model: ModelSpec, workload: Workload, *, micro
         raise ScheduleError.of(str(path), problems)
     top_k = np.array([item.layer.feed_forward.top_k for item in items if item.layer is not None], dtype=np.float64)
     balanced = workload.tokens * top_k[None, :, None, None]
+    _check_rows(counts.sum(axis=4), balanced, str(path))
     received = counts.sum(axis=3).reshape(*counts.shape[:3], ep, -1).sum(axis=4) / balanced
     sent = counts.sum(axis=4) / balanced
     layers = {item.label: i for i, item in enumerate(items)}
     return Rows(layers, received, np.maximum(received, sent))
+
+
+def _check_rows(sent: npt.NDArray[np.int64], most: Floats, where: str) -> None:
+    """Raises ScheduleError for a rank with more rows than its tokens have, or a micro-batch without any."""
+    problems = []
+    many, none = np.argwhere(sent > most), np.argwhere(sent.sum(axis=3) == 0)
+    if len(many):
+        _, layer, microbatch, rank = many[0]
+        allowed = f"at most tokens x experts of a token = {most[0, layer, 0, 0]:.0f}"
+        field = f"counts, layer {layer}, micro-batch {microbatch}, rank {rank}"
+        problems.append(Problem(field, f"{sent[tuple(many[0])]} rows", allowed, "counts of another workload?"))
+    if len(none):
+        _, layer, microbatch = none[0]
+        problems.append(Problem(f"counts, layer {layer}, micro-batch {microbatch}", "no rows", "at least one"))
+    if problems:
+        raise ScheduleError.of(where, problems)
 
 
 def _read_counts(path: Path) -> npt.NDArray[np.int64]:

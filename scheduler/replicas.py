@@ -31,6 +31,7 @@ from tessera_rt.scheduler.simulate import contention_rate
 from tessera_rt.scheduler.simulate_program import build_program
 from tessera_rt.timeline import Span, StepSplit, Timeline
 
+MOST_REPLICAS = 65_536
 _NO_LIMIT = np.iinfo(np.int64).max // 4  # bytes
 
 
@@ -211,6 +212,8 @@ def _check(
     record: tuple[int, int] | None,
 ) -> None:
     problems = [Problem(name, value, "at least 1") for name, value in (("replicas", replicas), ("ep", ep)) if value < 1]
+    if replicas > MOST_REPLICAS:
+        problems.append(Problem("replicas", replicas, f"at most {MOST_REPLICAS}"))
     if rows is not None:
         wanted = (replicas, program.layers, program.microbatches, ep)
         for name in ("compute", "traffic"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.launch import run_local, under_torchrun
+from tessera_rt.microbench.compare import ComparedRow
 from tessera_rt.microbench.layer import bench_layer
-from tessera_rt.microbench.machine import machine
+from tessera_rt.microbench.machine import ClockReader, machine, slowed_down
 from tessera_rt.microbench.overlap import BudgetedLaunch, OverlapResult, overlap
 from tessera_rt.microbench.picture import draw_overlap
 from tessera_rt.microbench.problems import ExpertProblem, expert_problem
 from tessera_rt.microbench.products import WITHOUT_GPU, bench_products, budgeted_product, grouped_launch
-from tessera_rt.microbench.puts import budgeted_puts
-from tessera_rt.microbench.results import BenchResult, overlap_result
-from tessera_rt.microbench.traffic import all_to_all, bench_traffic, copy, unbudgeted
+from tessera_rt.microbench.puts import budgeted_puts, dispatched_bytes, peer_dispatch
+from tessera_rt.microbench.results import BenchResult, link_figures, overlap_result, product_figures
+from tessera_rt.microbench.traffic import all_to_all, bench_traffic, copy, shared_size, unbudgeted
 from tessera_rt.microbench.user_functions import load_launch
 
 GPU_TOKENS, CPU_TOKENS = 8192, 256
@@ -57,12 +58,12 @@ def run_bench(request: BenchRequest) -> BenchResult | None:
     _check(request)
     if under_torchrun():
         with _torchrun_group(request.timeout_s) as device:
-            result = _measure(request, device)
+            result = _measured(request, device)
             return result if dist.get_rank() == 0 else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and request.ranks > 1 and _wants_ranks(request):
         return run_local(_measure_on_cpu, request.ranks, (request,), timeout_s=request.timeout_s)[0]
-    return _measure(request, device)
+    return _measured(request, device)
 
 
 def _wants_ranks(request: BenchRequest) -> bool:
@@ -70,7 +71,11 @@ def _wants_ranks(request: BenchRequest) -> bool:
 
 
 def _measure_on_cpu(request: BenchRequest) -> BenchResult:
-    return _measure(request, torch.device("cpu"))
+    return _measured(request, torch.device("cpu"))
+
+
+def _measured(request: BenchRequest, device: torch.device) -> BenchResult:
+    return replace(_measure(request, device), dtype=request.dtype)
 
 
 @contextmanager
@@ -92,21 +97,63 @@ def _torchrun_group(timeout_s: float) -> Iterator[torch.device]:
 
 def _measure(request: BenchRequest, device: torch.device) -> BenchResult:
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = machine(device)
     samples, timeout_s = request.samples, request.timeout_s
     match request.bench:
         case "overlap":
             return _overlap(request, device, group)
         case "dispatch":
-            rows = bench_traffic(request.sizes, device=device, group=group, samples=samples, timeout_s=timeout_s)
-            notes = [] if group is not None else ["one rank: torch's all-to-all was not timed"]
+            return _dispatch(request, device, group)
         case "gemm":
             rows = bench_products(_problem(request, device), samples=samples, timeout_s=timeout_s)
             notes = [] if device.type == "cuda" else [WITHOUT_GPU]
+            figures = product_figures(rows)
         case _:
             rows = bench_layer(_problem(request, device), samples=samples, timeout_s=timeout_s)
             notes = [] if device.type == "cuda" else ["no GPU: Tessera's plain-torch experts were timed"]
-    return BenchResult(bench=request.bench, machine=found, rows=[row.as_row() for row in rows], notes=notes)
+            figures = {}
+    return _compared(request, device, rows, figures, notes)
+
+
+def _dispatch(request: BenchRequest, device: torch.device, group: dist.ProcessGroup | None) -> BenchResult:
+    """The model's dispatch, and messages of the sizes asked for."""
+    problem, world = _problem(request, device), 1 if group is None else dist.get_world_size(group)
+    notes = [] if group is not None else ["one rank: torch's all-to-all was not timed"]
+    ours = None
+    if device.type != "cuda":
+        notes.append("no GPU: Tessera's dispatch was not timed")
+    elif group is not None and world != request.ep:
+        notes.append(f"Tessera's dispatch was not timed: it needs --ep ranks, {request.ep}, and there are {world}")
+    else:
+        ours = peer_dispatch(problem, request.ep, group)
+        notes += [_PUT_NOTE] if group is None else []
+    title = f"{problem.title} of {request.ep} ranks, dispatch"
+    messages = {title: (dispatched_bytes(problem, request.ep), ours)}
+    messages |= {f"{size} bytes": (size, None) for size in request.sizes}
+    rows: list[ComparedRow] = []
+    for title, (size, contender) in messages.items():
+        rows += bench_traffic(
+            title, size, device=device, group=group, ours=contender, samples=request.samples,
+            timeout_s=request.timeout_s,
+        )  # fmt: skip
+    return _compared(request, device, rows, {} if group is None else link_figures(rows, world), notes)
+
+
+def _compared(
+    request: BenchRequest,
+    device: torch.device,
+    rows: Sequence[ComparedRow],
+    figures: Mapping[str, float | int],
+    notes: Sequence[str],
+) -> BenchResult:
+    unread = ClockReader(device).note if device.type == "cuda" else ""
+    slowed = slowed_down(clocks for row in rows for clocks in row.clocks)
+    return BenchResult(
+        bench=request.bench,
+        machine=machine(device),
+        rows=[row.as_row() for row in rows],
+        figures=figures,
+        notes=[*([unread] if unread else []), *notes, *slowed],
+    )
 
 
 def _overlap(request: BenchRequest, device: torch.device, group: dist.ProcessGroup | None) -> BenchResult:
@@ -122,7 +169,7 @@ def _overlap(request: BenchRequest, device: torch.device, group: dist.ProcessGro
         draw_overlap(results, request.picture)
     world = 1 if group is None else dist.get_world_size(group)
     crosses = request.comm in ("", "all-to-all")  # all but the part that a rank keeps
-    link = request.sizes[-1] * (world - 1) // world if crosses else 0
+    link = shared_size(request.sizes[-1], world) * (world - 1) // world if crosses else 0
     return overlap_result(results, comp_flops=flops, link_bytes=link, notes=notes)
 
 
@@ -155,7 +202,8 @@ def _communication(
             yield name, unbudgeted(copy(size, device=device))
         else:
             assert group is not None
-            yield name, unbudgeted(all_to_all(size, device=device, group=group, timeout_s=request.timeout_s))
+            shared = shared_size(size, dist.get_world_size(group))
+            yield name, unbudgeted(all_to_all(shared, device=device, group=group, timeout_s=request.timeout_s))
 
 
 def _problem(request: BenchRequest, device: torch.device) -> ExpertProblem:
@@ -183,5 +231,5 @@ def _check(request: BenchRequest) -> None:
         problems.append(Problem("--timeout", request.timeout_s, "a number of seconds above 0"))
     if problems:
         raise SpecError.of("bench", problems)
-    if request.bench in ("gemm", "layer") or (request.bench == "overlap" and request.comp == "gemm"):
+    if request.bench != "overlap" or request.comp == "gemm":
         _problem(request, torch.device("cpu"))

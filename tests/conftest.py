@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # No deadline: the machines that run the tests are shared, and a slow example is not a wrong one.
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=80, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=50, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

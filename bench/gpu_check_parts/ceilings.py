@@ -16,8 +16,7 @@ def run(check: Check) -> None:
     with check.case("machine") as figures:
         figures |= asdict(machine(check.device))
         reader = ClockReader(check.device)
-        clocks = reader.read()
-        figures["clocks"] = reader.note if clocks is None else asdict(clocks)
+        figures["clocks"] = reader.note or [asdict(clocks) for clocks in reader.read()]
         import triton
 
         figures["triton"] = triton.__version__

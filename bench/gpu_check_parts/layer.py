@@ -18,6 +18,7 @@ IMPLEMENTATIONS = ("tessera", "grouped_mm", "eager")
 SIZES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, 8192),
     "qwen3-next-80b": (2048, 512, 512, 10, 8192),
+    "deepseek-v3, a rank's 32 experts": (7168, 2048, 32, 8, 8192),
 }
 DRY = {"tiny": (64, 32, 8, 2, 16)}
 EAGER_AT_MOST = 128  # experts; transformers' eager loop over more takes seconds
@@ -40,7 +41,8 @@ def run(check: Check) -> None:
                 norm_topk_prob=True,
             )  # fmt: skip
             torch.manual_seed(0)
-            block = Qwen3MoeSparseMoeBlock(config).to(check.device, torch.bfloat16)
+            with check.device:
+                block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
             with torch.no_grad():
                 for parameter in block.parameters():
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)

@@ -17,10 +17,11 @@ from tessera_rt.kernels.transport import PeerTransport
 from tessera_rt.kernels.transport_layout import Traffic
 
 TIMEOUT_S = 20.0
+REFUSED = 3  # exit code of a process that torch gives no memory to share
 
 
-def run_two(seconds: float) -> str:
-    """Empty if both processes exchanged counts; otherwise what the first that failed said."""
+def run_two(seconds: float) -> tuple[str, str]:
+    """(why two processes cannot share the device, what went wrong): both empty if they exchanged counts."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
         line = [sys.executable, __file__, str(Path(folder) / "store")]
@@ -32,15 +33,17 @@ def run_two(seconds: float) -> str:
         try:
             texts = [rank.communicate(timeout=max(5.0, min(40.0, seconds)))[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            return "the processes did not end in time: kernels that wait for each other may not run at once"
+            return "the processes did not end in time: kernels that wait for each other may not run at once", ""
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    for rank, text in zip(ranks, texts, strict=True):
-        if rank.returncode:
-            return f"not possible here: {text.strip().splitlines()[-1] if text.strip() else rank.returncode}"
-    return ""
+    said = [(rank.returncode, text.strip()[-1000:] or f"exit code {rank.returncode}")
+            for rank, text in zip(ranks, texts, strict=True)]  # fmt: skip
+    refusals = [text.splitlines()[-1] for code, text in said if code == REFUSED]
+    if refusals:
+        return f"not possible here: {refusals[0]}", ""
+    return "", next((text for code, text in said if code), "")
 
 
 def main(store: str, rank: int) -> None:
@@ -51,7 +54,11 @@ def main(store: str, rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     traffic = Traffic(world=2, experts=4, top_k=2, hidden=64, tokens=8, dtype=torch.float32)
-    transport = PeerTransport(traffic, SymmetricMemory(group, device))
+    try:
+        transport = PeerTransport(traffic, SymmetricMemory(group, device))
+    except RuntimeError as error:  # torch's refusal; the other process, which waits for this one, ends likewise
+        print(str(error).strip().splitlines()[0], flush=True)
+        sys.exit(REFUSED)
     ids = torch.tensor([[0, 3]] * (rank + 1), dtype=torch.int32, device=device)
     counts = transport.exchange(ids).wait().counts
     transport.check()

@@ -30,7 +30,10 @@ Dtype = Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples of each time; medians are shown.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds after which a launch counts as hanging.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="JSON file to write; tessera plan --costs can read it.")
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="JSON file to write; tessera plan --costs reads a GPU's overlap, gemm, dispatch."
+    ),
 ]
 Sizes = Annotated[str, typer.Option("--sizes", help="Message sizes in MiB per rank, by comma.")]
 Ranks = Annotated[
@@ -119,8 +122,12 @@ def gemm(
     _run(request, output, json)
 
 
-@app.command(short_help="All-to-all and copies by message size.")
+@app.command(short_help="Tessera's dispatch and torch's all-to-all against a copy of as many bytes.")
 def dispatch(
+    model: Model = "qwen3-30b-a3b",
+    tokens: Tokens = None,
+    ep: Ep = 8,
+    dtype: Dtype = "bf16",
     sizes: Sizes = "1,4,16,64",
     ranks: Ranks = 2,
     samples: Samples = 20,
@@ -128,13 +135,15 @@ def dispatch(
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """torch's all-to-all between the ranks against a plain copy of as many bytes, by message size."""
+    """What a rank sends in one dispatch of the model, and messages of the given sizes: Tessera's dispatch (on GPUs; on
+    one, between virtual ranks) and torch's all-to-all between the ranks against a plain copy of as many bytes."""
     output = output_path("--output", output, Written.RESULT)
     from tessera_rt.bench_ranks import BenchRequest
 
     request = BenchRequest(
-        bench="dispatch", sizes=_numbers("--sizes", sizes, _MIB), ranks=ranks, samples=samples, timeout_s=timeout
-    )
+        bench="dispatch", model=model, tokens=tokens, ep=ep, dtype=dtype, sizes=_numbers("--sizes", sizes, _MIB),
+        ranks=ranks, samples=samples, timeout_s=timeout,
+    )  # fmt: skip
     _run(request, output, json)
 
 
@@ -180,11 +189,12 @@ def _run(request: BenchRequest, output: Path | None, json: bool) -> None:
 def _numbers(option: str, text: str, unit: int = 1) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     try:
-        numbers = tuple(round(float(part) * unit) for part in parts)
+        numbers = tuple(round(float(part) * unit) if unit > 1 else int(part) for part in parts)
     except (ValueError, OverflowError):
         numbers = ()
     if not numbers or min(numbers) < (1 if unit > 1 else 0):
-        raise RequestError.of("bench", [Problem(option, text, "numbers, separated by commas, such as 4,16")])
+        kind = "numbers above 0" if unit > 1 else "whole numbers"
+        raise RequestError.of("bench", [Problem(option, text, f"{kind}, separated by commas, such as 4,16")])
     return numbers
 
 
@@ -224,8 +234,8 @@ _COMPARED_COLUMNS: tuple[tuple[str, Any, bool], ...] = (
     ("", lambda row: row["name"], True),
     ("ms", lambda row: ms(row["duration_ns"]), False),
     ("ratio", lambda row: f"{row['ratio']:.2f}", False),
-    ("GFLOP/s", lambda row: f"{row['flops_per_s'] / 1e9:,.1f}", False),
-    ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:,.2f}", False),
+    ("GFLOP/s", lambda row: _shown(row["flops_per_s"] / 1e9 or None, ",.1f"), False),
+    ("GB/s", lambda row: _shown(row["bytes_per_s"] / 1e9 or None, ",.2f"), False),
     ("spread", lambda row: f"{100 * row['spread']:.0f} %", False),
 )
 

@@ -16,15 +16,18 @@ from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Recompute, Workload
 from tessera_rt.errors import PlanError, Problem, TesseraError
 from tessera_rt.files.cost_files import load_cost_table
+from tessera_rt.files.exports import bounds_from_megatron
 from tessera_rt.files.model_files import load_model, preset_ids
 from tessera_rt.files.plan_files import load_plan
 from tessera_rt.files.yaml_text import parse_yaml
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.plan_check import check_plan
-from tessera_rt.planner.build import build_plan, size_problems
+from tessera_rt.planner.build import build_plan, check_costs, size_problems
 from tessera_rt.planner.sm_budget import Costs
 from tessera_rt.scheduler.patterns import load_patterns
+from tessera_rt.scheduler.templates import Template
+from tessera_rt.scheduler.torch_csv import template_from_csv
 
 PLAN_FILE, CONFIG_FILE, COSTS_FILE, METRICS_FILE, TIMELINES = (
     "plan.yaml",
@@ -40,7 +43,8 @@ DEFAULT_DEVICE, DEFAULT_TOKENS = "h800", 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What `tessera plan` was asked for; None: not said. ``memory_limit``, ``w_pool``: GiB."""
+    """What `tessera plan` was asked for; None: not said. ``memory_limit``, ``w_pool``: GiB. ``template``: a name, or a
+    CSV file of torch.distributed.pipelining. ``layout``: Megatron-Core's, for a given partition."""
 
     spec: str
     pp: int
@@ -68,6 +72,7 @@ class PlanRequest:
     w_pool: float = 0.0
     moe_halves: bool = False
     evaluations: int | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ def make_plan(request: PlanRequest) -> Planned:
     patterns = () if request.patterns is None else load_patterns(request.patterns, model, tp=request.tp)
     device: DeviceSpec | None = None
     limit = _limit(request.memory_limit)
+    pool = _pool(request.w_pool)
     table: Costs
     if _has_cost_table(request):
         table = _given_costs(request, model)
@@ -97,12 +103,14 @@ def make_plan(request: PlanRequest) -> Planned:
         table = _computed_costs(request, model, device)
     budgets = _budgets(request.comm_sms, device)
     try:
+        bounds = None if request.layout is None else _layout_bounds(request.layout, model, mesh)
         plan = build_plan(
             model,
             mesh,
             table,
             microbatches=request.microbatches,
-            template=request.template,
+            template=_template(request.template),
+            fixed_bounds=bounds,
             memory_limit=limit,
             recompute=request.recompute,
             objective=request.objective,
@@ -113,7 +121,7 @@ def make_plan(request: PlanRequest) -> Planned:
             patterns=patterns,
             comm_sms=budgets,
             group=request.group,
-            w_pool=round(request.w_pool * 2**30),
+            w_pool=pool,
             moe_halves=request.moe_halves,
             evaluations=request.evaluations,
         )
@@ -134,13 +142,41 @@ def model_costs(request: PlanRequest) -> tuple[ModelSpec, CostTable, DeviceSpec 
     if problems := size_problems(mesh, request.microbatches):
         raise RequestError.of("request", problems)
     if _has_cost_table(request):
-        return model, _given_costs(request, model), None
+        table = _given_costs(request, model)
+        try:
+            check_costs(model, mesh, table)
+        except PlanError as error:
+            raise RequestError(error.headline, error.problems) from None
+        return model, table, None
     if request.recompute not in ("auto", *Recompute):
         allowed = f"one of {', '.join((*Recompute, 'auto'))}"
         raise RequestError.of("request", [Problem("recompute", request.recompute, allowed)])
     device = _device(request)
     policy = Recompute.NONE if request.recompute == "auto" else Recompute(request.recompute)
     return model, _computed_costs(request, model, device)(policy), device
+
+
+def _template(name: str | None) -> Template | str | None:
+    """The order in a CSV file, or the name of a template."""
+    if name is None or not name.endswith(".csv"):
+        return name
+    path = existing_file("--template", Path(name))
+    try:
+        return template_from_csv(path.read_text(encoding="utf-8"), path.stem)
+    except UnicodeDecodeError as fault:
+        raise RequestError.of("input", [Problem("--template", name, "a text file", str(fault))]) from None
+
+
+def _layout_bounds(layout: str, model: ModelSpec, mesh: Mesh) -> tuple[int, ...] | None:
+    """The boundaries of a Megatron-Core layout; None if the mesh is impossible, which is for ``build_plan`` to say."""
+    if mesh.pp < 1 or mesh.vpp < 1:
+        return None
+    bounds = bounds_from_megatron(layout, model, pp=mesh.pp)
+    stages = len(bounds) - 1
+    if stages != mesh.stages:
+        allowed = f"{stages // mesh.pp}: the layout has {stages} stages for {mesh.pp} ranks"
+        raise RequestError.of("plan request", [Problem("--vpp", mesh.vpp, allowed)])
+    return bounds
 
 
 def _has_cost_table(request: PlanRequest) -> bool:
@@ -187,6 +223,13 @@ def _limit(gib: float | None) -> int | None:
         return None
     if not 0 < gib < math.inf:
         raise RequestError.of("plan request", [Problem("--memory-limit", gib, "a number of GiB above 0")])
+    return round(gib * 2**30)
+
+
+def _pool(gib: float) -> int:
+    """Bytes of --w-pool."""
+    if not 0 <= gib < math.inf:
+        raise RequestError.of("plan request", [Problem("--w-pool", gib, "a number of GiB of at least 0")])
     return round(gib * 2**30)
 
 

@@ -35,7 +35,11 @@ Context = Annotated[
 ]
 TemplateName = Annotated[
     str | None,
-    typer.Option("--template", help=f"{', '.join(TEMPLATES)}.", show_default="1f1b, interleaved with --vpp"),
+    typer.Option(
+        "--template",
+        help=f"{', '.join(TEMPLATES)}, or a CSV file of torch.distributed.pipelining.",
+        show_default="1f1b, interleaved with --vpp",
+    ),
 ]
 Objective = Annotated[str, typer.Option("--objective", help="step, t_dom, serial or memory.")]
 Partitioner = Annotated[
@@ -87,6 +91,14 @@ Evaluations = Annotated[
     int | None,
     typer.Option("--evaluations", help="Partitions tried to shorten the step.", show_default="by the step's length"),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        help="Partition to take, as Megatron-Core's --pipeline-model-parallel-layout says it.",
+        show_default="the best found",
+    ),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp16, fp32 or fp64.", show_default="bf16")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 ModelName = Annotated[
@@ -105,6 +117,8 @@ Examples:
   tessera plan my_model.yaml --pp 4 --costs costs.yaml -o plan.yaml
 
   tessera plan deepseek-v3 --pp 16 --ep 32 --tokens 2048 --memory-limit 74 --json
+
+  tessera plan mixtral-8x7b --pp 2 --ep 8 --layout "E(t)*16|(t)*16L" --template order.csv
 
   tessera plan qwen3-next-80b --pp 8 --ep 32 --microbatches 32 --search --over vpp=1,2 --over template=1f1b,dualpipe-v
 """
@@ -146,6 +160,7 @@ def plan(
     w_pool: WPool = 0.0,
     moe_halves: MoeHalves = False,
     evaluations: Evaluations = None,
+    layout: Layout = None,
     search: Annotated[
         bool, typer.Option("--search", help="Plan a grid of choices; print time against memory.")
     ] = False,
@@ -158,7 +173,7 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     json: Json = False,
 ) -> None:
-    target = output_path("--output", output, Written.PLAN, (spec, costs, device, patterns))
+    target = output_path("--output", output, Written.PLAN, (spec, costs, device, patterns, template))
     request = cli_context.PlanRequest(
         spec=spec,
         pp=pp,
@@ -186,9 +201,12 @@ def plan(
         w_pool=w_pool,
         moe_halves=moe_halves,
         evaluations=evaluations,
+        layout=layout,
     )
     if over and not search:
         raise RequestError.of("plan request", [Problem("--over", over[0], "left out without --search")])
+    if search and layout is not None:
+        raise RequestError.of("plan request", [Problem("--layout", layout, "left out with --search")])
     if search:
         _search(request, over or (), target, json=json)
         return

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from tessera_rt.cli import context as cli_context
+from tessera_rt.cli import tables as cli_tables
 from tessera_rt.cli.output import RequestError, gib, ms
 from tessera_rt.errors import Problem
 from tessera_rt.planner.compare_schedules import EVALUATIONS, SCHEDULES, compare, refusal
@@ -48,8 +49,14 @@ def schedule_rows(
                 "exposed_ns": split.exposed_ns,
                 "bubble_ns": split.bubble_ns,
                 "peak_bytes": compared.peak_bytes,
-                "tokens_per_s": compared.tokens_per_s,
-                "mfu": None if device is None else compared.mfu(device.peak_flops[costs.workload.dtype]),
+                **cli_tables.rates(
+                    model,
+                    costs.workload,
+                    microbatches,
+                    ranks=pp,
+                    step_ns=compared.timeline.step_ns,
+                    peak=None if device is None else device.peak_flops[costs.workload.dtype],
+                ),
             }
         )
     return rows, refused, timelines

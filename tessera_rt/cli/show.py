@@ -19,13 +19,18 @@ from tessera_rt.cli.output import RequestError, console, emit, ms
 from tessera_rt.cli.plan import CostsFile, Json, ModelName
 from tessera_rt.cli.tables import Row
 from tessera_rt.errors import Problem
+from tessera_rt.files.exports import megatron_layout, torchtitan_modules
 from tessera_rt.files.timeline_files import load_timeline
 from tessera_rt.planner.explain import assumption_lines, explain, memory_table, solver_lines
 from tessera_rt.scheduler.draw import split_table, terminal_grid
 from tessera_rt.scheduler.simulate import simulate
+from tessera_rt.scheduler.torch_csv import plan_to_csv
 from tessera_rt.tasks import Pass, parse_task_name
 from tessera_rt.timeline import Timeline
 
+EXPORTS = ("megatron", "torchtitan", "csv", "csv-comms")
+"""Megatron-Core's layout, torchtitan's module lists, and the CSV of torch.distributed.pipelining, on request with
+messages."""
 SHOW_EXAMPLES = """\
 Show a plan file, or a run: times of tasks and stages as measured against planned, step time, exposed communication, \
 bubble, losses.
@@ -37,6 +42,8 @@ Examples:
   tessera show runs/hybrid_tiny
 
   tessera show runs/hybrid_tiny --json
+
+  tessera show plan.yaml --export megatron
 """
 
 
@@ -45,6 +52,13 @@ def show(
     model: ModelName = None,
     costs: CostsFile = None,
     grid: Annotated[bool, typer.Option("--grid", help="Also draw the timelines.")] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            help=f"Print the plan for another system: {', '.join(EXPORTS)} (csv: torch.distributed.pipelining).",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     folder = Path(source)
@@ -53,6 +67,13 @@ def show(
         allowed = f"a plan file, or a run folder (with {cli_context.PLAN_FILE} and {METRICS_FILE})"
         raise RequestError.of("show", [Problem("PLAN|RUN", source, allowed)])
     opened = cli_context.open_plan(source, model, costs)
+    if export is not None:
+        value = _exported(opened, export)
+        if json:
+            emit({"format": export, "value": value})
+        else:
+            typer.echo((value if isinstance(value, str) else json_module.dumps(value, indent=1)).rstrip("\n"))
+        return
     planned = _simulated(opened)
     if is_run:
         run = Run.read(folder, opened, planned)
@@ -65,6 +86,19 @@ def show(
         emit(cli_tables.plan_data(opened.plan, opened.model, opened.costs) | {"step": step})
     else:
         _print_plan(console(), opened, planned, grid=grid)
+
+
+def _exported(opened: Opened, form: str) -> str | list[list[str]]:
+    """A plan as text (torchtitan: module names of every stage). Raises PlanError for what that system cannot hold."""
+    if form not in EXPORTS:
+        raise RequestError.of("show", [Problem("--export", form, f"one of {', '.join(EXPORTS)}")])
+    if form.startswith("csv"):
+        return plan_to_csv(opened.plan, comms=form == "csv-comms")
+    if opened.model is None:
+        raise RequestError.of("show", [Problem("--export", form, "of a plan whose model is known", opened.missing)])
+    if form == "megatron":
+        return megatron_layout(opened.plan, opened.model)
+    return torchtitan_modules(opened.plan, opened.model)
 
 
 def _simulated(opened: Opened) -> Timeline | None:

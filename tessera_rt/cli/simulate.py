@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,26 +14,34 @@ from tessera_rt.cli import tables as cli_tables
 from tessera_rt.cli.context import OVERLAP_OFF, Opened
 from tessera_rt.cli.output import RequestError, Written, console, emit, existing_file, output_path
 from tessera_rt.cli.plan import (
+    CommSms,
     Context,
     CostsFile,
     DeviceName,
     Dp,
     Dtype,
     Ep,
+    Evaluations,
+    Group,
     Json,
+    Layout,
     MemoryLimit,
     Microbatches,
     ModelName,
+    MoeHalves,
     Objective,
     Pad,
     Partitioner,
+    Patterns,
     Pp,
     RecomputePolicy,
     TemplateName,
     TimeLimit,
     Tokens,
+    Tp,
     Vpp,
     Window,
+    WPool,
 )
 from tessera_rt.cli.schedules import schedule_rows, schedule_table
 from tessera_rt.cost_sources.device import device_ids, load_device
@@ -70,9 +79,14 @@ one group of expert-parallel ranks on every pipeline rank, and the picture shows
 """
 
 
+_OF_ONE_PLAN = (
+    *("template", "objective", "partitioner", "window", "time_limit", "memory_limit", "pad", "comm_sms", "patterns"),
+    *("group", "w_pool", "moe_halves", "layout"),
+)
+"""Parameters of planning that a comparison of schedules has settled."""
 _OF_MODELS = (
-    *("pp", "vpp", "dp", "ep", "microbatches", "tokens", "context", "template", "objective", "partitioner", "window"),
-    *("time_limit", "memory_limit", "recompute", "pad", "dtype"),
+    *("pp", "vpp", "dp", "ep", "tp", "microbatches", "tokens", "context", "recompute", "dtype", "evaluations"),
+    *_OF_ONE_PLAN,
 )
 """Parameters that a plan has settled."""
 
@@ -98,6 +112,14 @@ def simulate(
     costs: CostsFile = None,
     pad: Pad = "groups",
     dtype: Dtype = None,
+    tp: Tp = 1,
+    comm_sms: CommSms = "auto",
+    patterns: Patterns = None,
+    group: Group = None,
+    w_pool: WPool = 0.0,
+    moe_halves: MoeHalves = False,
+    evaluations: Evaluations = None,
+    layout: Layout = None,
     model: ModelName = None,
     overlap: Annotated[
         bool | None,
@@ -126,7 +148,7 @@ def simulate(
     jitter: Annotated[
         float | None, typer.Option("--jitter", help="Log-normal factors on durations: their standard deviation.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of noise and jitter.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of noise and jitter.")] = 0,
     dbo: Annotated[bool, typer.Option("--dbo", help="Move weight gradients into idle time, as at run time.")] = False,
     fit_factor: Annotated[
         float | None,
@@ -148,8 +170,9 @@ def simulate(
     ] = None,
     json: Json = False,
 ) -> None:
-    picture = output_path("--picture", picture, Written.PICTURE, (source, costs, device, model))
-    trace = output_path("--trace", trace, Written.TRACE, (source, costs, device, model))
+    inputs = (source, costs, device, model, patterns, template)
+    picture = output_path("--picture", picture, Written.PICTURE, inputs)
+    trace = output_path("--trace", trace, Written.TRACE, inputs)
     noisy_request = cli_noisy.NoiseRequest(
         noise=noise,
         counts=None if counts is None else existing_file("--counts", counts),
@@ -163,9 +186,10 @@ def simulate(
     )
     if schedules is not None:
         _check_extras(memory or sensitivity is not None or noisy_request.asked)
-        _check_schedules(schedules, source, template=template, overlap=overlap)
+        _check_schedules(ctx, schedules, source, overlap=overlap)
     if cli_context.is_plan(source):
-        _refuse_options_of_models(ctx)
+        if problems := _given(ctx, _OF_MODELS, "left out: the first argument is a plan, which says it"):
+            raise RequestError.of("simulate: options for models only", problems)
         opened, spec, table = _opened(source, model, costs, device)
         plan = opened.plan
         if overlap is None:
@@ -193,6 +217,14 @@ def simulate(
             costs=costs,
             pad=pad,
             dtype=dtype,
+            tp=tp,
+            comm_sms=comm_sms,
+            patterns=patterns,
+            group=group,
+            w_pool=w_pool,
+            moe_halves=moe_halves,
+            evaluations=evaluations,
+            layout=layout,
         )
         if model is not None:
             raise RequestError.of("simulate", [Problem("--model", model, "left out: the first argument is a model")])
@@ -215,7 +247,7 @@ def simulate(
     if trace is not None:
         save_perfetto(shown, trace)
     files = {name: path for name, path in (("picture", picture), ("trace", trace)) if path is not None}
-    rates = _rates(plan, table, timeline.step_ns)
+    rates = _rates(plan, spec, table, timeline.step_ns)
     if json:
         data = {
             "model": plan.model,
@@ -253,17 +285,12 @@ def simulate(
         out.print(f"wrote {path}")
 
 
-def _rates(plan: Plan, costs: CostTable, step_ns: int) -> dict[str, float | None]:
-    """Tokens per second of all ranks, and MFU: executed work over the ranks' peak, where the device is known."""
-    if not step_ns:
-        return {"tokens_per_s": None, "mfu": None}
-    tokens = plan.workload.tokens * plan.mesh.dp * plan.mesh.ep * plan.microbatches
-    mfu = None
+def _rates(plan: Plan, model: ModelSpec, costs: CostTable, step_ns: int) -> dict[str, float | None]:
+    """``tables.rates`` of a plan; without MFU where the device is not known."""
+    peak = None
     if costs.provenance.source == "roofline" and costs.provenance.device in device_ids():
         peak = load_device(costs.provenance.device).peak_flops[plan.workload.dtype]
-        work = sum(cost.flops for cost in costs.tasks.values()) * plan.microbatches
-        mfu = work * 1e9 / (step_ns * plan.mesh.pp * peak)
-    return {"tokens_per_s": tokens * 1e9 / step_ns, "mfu": mfu}
+    return cli_tables.rates(model, plan.workload, plan.microbatches, ranks=plan.mesh.pp, step_ns=step_ns, peak=peak)
 
 
 def _check_extras(asked: bool) -> None:
@@ -272,29 +299,24 @@ def _check_extras(asked: bool) -> None:
         raise RequestError.of("simulate", [Problem(names, "given", "left out with --schedules")])
 
 
-def _refuse_options_of_models(ctx: typer.Context) -> None:
-    """Raises RequestError for options of planning, which would change nothing about a plan that exists."""
-    problems = [
-        Problem(
-            f"--{name.replace('_', '-')}", ctx.params[name], "left out: the first argument is a plan, which says it"
-        )
-        for name in _OF_MODELS
+def _given(ctx: typer.Context, names: Iterable[str], allowed: str) -> list[Problem]:
+    """A problem for each option that was given: it would change nothing."""
+    return [
+        Problem(f"--{name.replace('_', '-')}", ctx.params[name], allowed)
+        for name in names
         if (source := ctx.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     ]
-    if problems:
-        raise RequestError.of("simulate: options for models only", problems)
 
 
-def _check_schedules(schedules: str, source: str, *, template: str | None, overlap: bool | None) -> None:
+def _check_schedules(ctx: typer.Context, schedules: str, source: str, *, overlap: bool | None) -> None:
     problems = []
     if schedules != "all":
         problems.append(Problem("--schedules", schedules, "all"))
     if cli_context.is_plan(source):
         problems.append(Problem("SPEC", source, "a model: a plan has one schedule"))
-    given = {"--template": template, "--no-overlap": True if overlap is False else None}
-    problems += [
-        Problem(name, value, "left out with --schedules") for name, value in given.items() if value is not None
-    ]
+    if overlap is False:
+        problems.append(Problem("--no-overlap", True, "left out with --schedules"))
+    problems += _given(ctx, _OF_ONE_PLAN, "left out with --schedules")
     if problems:
         raise RequestError.of("simulate", problems)
 

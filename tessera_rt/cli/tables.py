@@ -10,7 +10,8 @@ from rich.table import Table
 
 from tessera_rt.cli.output import ms
 from tessera_rt.cost_sources.device import DeviceSpec
-from tessera_rt.costs import CostTable, TaskCost
+from tessera_rt.cost_sources.sizes import task_flops
+from tessera_rt.costs import CostTable, TaskCost, Workload
 from tessera_rt.files.task_names import item_labels, label_range
 from tessera_rt.model_spec import AttentionKind, FeedForwardKind, Item, ItemKind, ModelSpec
 from tessera_rt.plan import ActionKind, Plan
@@ -251,6 +252,23 @@ def timeline_row(timeline: Timeline) -> Row:
         "step_ns": timeline.step_ns,
         **split_row(timeline.mean_split()),
     }
+
+
+def rates(
+    model: ModelSpec, workload: Workload, microbatches: int, *, ranks: int, step_ns: int, peak: float | None
+) -> Row:
+    """Tokens per second of all ranks, and MFU: the model's work, recomputation left out, over the ranks' peak.
+
+    ``ranks``: pipeline ranks. ``peak``: flops per second of one; None where it is not known, and then MFU is None.
+    """
+    if not step_ns:
+        return {"tokens_per_s": None, "mfu": None}
+    tokens = workload.tokens * workload.dp * workload.ep * workload.tp * microbatches
+    mfu = None
+    if peak is not None:
+        work = sum(sum(task_flops(model, item, workload).values()) for item in model.items) * microbatches
+        mfu = work * 1e9 / (step_ns * ranks * peak)
+    return {"tokens_per_s": tokens * 1e9 / step_ns, "mfu": mfu}
 
 
 def pass_times(timeline: Timeline) -> dict[tuple[int, Pass], int]:

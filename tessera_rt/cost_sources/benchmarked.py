@@ -22,7 +22,7 @@ BENCHMARKED = "+bench"
 
 
 class _Machine(StrictModel):
-    kind: Literal["cuda"]  # a CPU's lanes say nothing of a GPU: `tessera profile` measures for the CPU
+    kind: str
     name: str
     sms: int = Field(ge=1)
     versions: str = ""
@@ -40,6 +40,7 @@ class _Result(StrictModel):
     tessera_bench: Literal[1]
     bench: Literal["overlap", "gemm", "dispatch", "layer"]
     machine: _Machine
+    dtype: str = ""
     notes: list[str] = Field(default_factory=list)
     figures: _Figures
     rows: list[dict[str, Any]]
@@ -73,11 +74,20 @@ def benchmarked_device(base: DeviceSpec, path: Path, dtype: str = "bf16") -> Dev
         raise CostError.of(where, problems_of(error, _Result)) from None
     figures = found.figures.model_dump(exclude_none=True)
     problems = []
+    if found.machine.kind != "cuda":
+        remedy = "a CPU's lanes say nothing of a GPU: run tessera bench on one (tessera profile is for CPUs)"
+        problems.append(Problem("machine.kind", found.machine.kind, "cuda", remedy))
     if not figures:
-        problems.append(Problem("figures", {}, "at least one measured figure", "run tessera bench overlap on a GPU"))
-    if found.machine.sms != base.sm_count:
+        problems.append(
+            Problem("figures", {}, "at least one measured figure", "run tessera bench overlap or gemm on a GPU")
+        )
+    if found.machine.kind == "cuda" and found.machine.sms != base.sm_count:
         problems.append(
             Problem("machine.sms", found.machine.sms, f"{base.sm_count}, as {base.name} has", "name the right --device")
+        )
+    if found.dtype not in ("", dtype) and {"grouped_gemm_flops_per_s", "gemm_flops_per_s"} & set(figures):
+        problems.append(
+            Problem("dtype", found.dtype, f"{dtype}, as the costs", f"run tessera bench with --dtype {dtype}")
         )
     if dtype not in base.peak_flops:
         problems.append(Problem("dtype", dtype, f"one of {', '.join(base.peak_flops)}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -56,16 +56,14 @@ def capture(
     Raises CaptureError naming the operation, or every argument that does not fit.
     """
     where = f"capture of {getattr(target, '__qualname__', type(target).__qualname__)}"
-    problems = []
+    problems = list(
+        _argument_problems(
+            target=target, example_inputs=example_inputs, example_kwargs=example_kwargs, state=state,
+            parameters=parameters, slots=slots, overflow=overflow, generators=generators,
+        )
+    )  # fmt: skip
     if fallback not in ("error", "eager"):
         problems.append(Problem("fallback", fallback, '"error" or "eager"'))
-    if slots < 1:
-        problems.append(Problem("slots", slots, "at least 1"))
-    if not isinstance(target, nn.Module) and slots > 1:
-        remedy = "a call of a function is complete in itself"
-        problems.append(Problem("slots", slots, "1 for a function", remedy))
-    if isinstance(target, nn.Module) and parameters:
-        problems.append(Problem("parameters", f"{len(parameters)} tensors", "empty for a module", "it has its own"))
     if overflow is None and (agree is not None or eager is not None):
         problems.append(Problem("overflow", None, "a tensor where agree or eager is given"))
     if problems:
@@ -83,6 +81,28 @@ def capture(
             raise
         announce(error, stacklevel=2)
         return otherwise.eager
+
+
+def _argument_problems(
+    *, target: Any, slots: Any, overflow: Any, example_kwargs: Any, **several: Any
+) -> Iterator[Problem]:
+    """What is wrong with the arguments of ``capture``; ``several`` are those that hold any number of things."""
+    module = isinstance(target, nn.Module)
+    if not callable(target):
+        yield Problem("target", target, "a module or a function")
+    for name, things in several.items():
+        if isinstance(things, Tensor | nn.Module | str) or not isinstance(things, Iterable):
+            yield Problem(name, type(things).__name__, "a tuple", "one alone is (it,)")
+        elif name == "parameters" and module and (count := len(tuple(things))):
+            yield Problem("parameters", f"{count} tensors", "empty for a module", "it has its own")
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        yield Problem("example_kwargs", type(example_kwargs).__name__, "a dict")
+    if not isinstance(slots, int) or slots < 1:
+        yield Problem("slots", slots, "at least 1")
+    elif not module and slots > 1:
+        yield Problem("slots", slots, "1 for a function", "a call of a function is complete in itself")
+    if overflow is not None and not isinstance(overflow, Tensor):
+        yield Problem("overflow", type(overflow).__name__, "a tensor")
 
 
 def _captured(

@@ -20,6 +20,7 @@ from tessera_rt.cuda_graphs.watch import Source
 from tessera_rt.errors import CaptureError, Problem
 
 _WARM_UPS = 3  # torch's advice: libraries choose algorithms and allocate in the first calls
+_IGNORED = "no_part_of_graphs"  # attribute of hooks that change nothing a graph could miss
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -137,10 +138,10 @@ class CapturedModule(nn.Module):
     def _check_hooks(self) -> None:
         remedy = "a replay would not call them; remove them, or register them on the captured module"
         problems = [
-            Problem(f"{name or 'module'}.{kind.strip('_')}", f"{len(getattr(module, kind))} hooks", "empty", remedy)
+            Problem(f"{name or 'module'}.{kind.strip('_')}", f"{count} hooks", "empty", remedy)
             for name, module in self.original.named_modules()
             for kind in _HOOKS
-            if getattr(module, kind)
+            if (count := sum(not getattr(hook, _IGNORED, False) for hook in getattr(module, kind).values()))
         ]
         if problems:
             raise CaptureError.of(self._where, problems)

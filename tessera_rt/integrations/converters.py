@@ -85,6 +85,7 @@ def to_ours(
         Problem(f"{prefix}{key}", "unknown", f"a key of layout {layout.name}") for key in sorted(given.keys() - used)
     ]
     problems += _shape_problems(ours)
+    problems += _count_problems(ours, 1 if layout.local_numbers else share.size, exact=not layout.local_numbers)
     if problems:
         raise SpecError.of(f"state dict in layout {layout.name}", problems)
     return ours
@@ -108,6 +109,7 @@ def from_ours(
         Problem(name, "missing", "there") for name, entry in places.items() if _required(entry) and name not in ours
     ]
     problems += _shape_problems(ours)
+    problems += _count_problems(ours, share.size, exact=not layout.local_numbers)
     if problems:
         raise SpecError.of(f"our state for layout {layout.name}", problems)
     local = ours["experts.down.weight"].shape[0]
@@ -228,6 +230,17 @@ def _shape_problems(ours: State) -> list[Problem]:
             if size != known:
                 problems.append(Problem(f"{name}.shape", shape, f"of {letter} = {known}, as in {where}"))
     return problems
+
+
+def _count_problems(ours: State, size: int, *, exact: bool) -> list[Problem]:
+    """Experts that the router knows and nobody holds. Not ``exact``: there may be any number of ranks."""
+    if "router.weight" not in ours or "experts.down.weight" not in ours:
+        return []
+    whole, here = ours["router.weight"].shape[0], ours["experts.down.weight"].shape[0]
+    if here * size == whole or (not exact and here > 0 and whole % (here * size) == 0):
+        return []
+    allowed = f"{whole} / {size}, for a router of {whole} experts" if exact else f"a divisor of the router's {whole}"
+    return [Problem("experts", here, allowed, "some are missing, or share is that of another number of ranks")]
 
 
 # E stands for the experts of the whole layer, e for those held here; P for the columns of the first product.

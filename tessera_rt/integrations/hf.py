@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations import moe as hf_moe
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -83,15 +85,20 @@ def swap_moe(
     """Replaces the MoE blocks of ``model`` in place by Tessera's; with ``ep_group`` their experts are spread over it.
 
     The family's router, shared experts and all other parts stay. Whole blocks are replaced where the family's block is
-    known, else the experts alone. Under activation checkpointing a replaced block keeps its routing decision.
+    known, else the experts alone. Under transformers' activation checkpointing a replaced block keeps its routing
+    decision; around a checkpoint function of your own put ``routing_replay.SavedRouting``.
 
     With ``ep_group`` every rank passes the same model; each keeps its share of every layer's experts (the parameters
     get shorter in place), so build the optimizer and wrap in DistributedDataParallel afterwards, which then leaves the
     experts alone. Ranks bring different tokens. An expert's gradient is that of the sum of the group's losses, or with
     ``average_gradients`` of their mean, which is what DistributedDataParallel makes of all other gradients.
 
-    Raises SpecError when there is nothing to swap, and when the group's size does not divide a layer's experts.
+    ``torch.nn.utils.clip_grad_norm_`` sees this rank's experts only; with spread experts use a norm over the group.
+
+    Raises SpecError for arguments that do not fit, when there is nothing to swap, and when the group's size does not
+    divide a layer's experts.
     """
+    _check_arguments(model, ep_group, average_gradients)
     found = _scan(model, ep_group)
     if not found.blocks and not found.experts:
         kept = [Problem(entry.name or "model", entry.kind, "a MoE block", entry.why) for entry in found.kept]
@@ -116,6 +123,7 @@ def unswap_moe(model: nn.Module) -> tuple[str, ...]:
     every rank of the group calls it. Does nothing on a model without swapped modules."""
     names = []
     _check_gatherable(model)
+    _check_uncovered(model)
     _hide_from_ddp(model, False)
     layers = _checkpointed_layers(model)
     for name, module in model.named_modules():
@@ -196,6 +204,35 @@ def _scan(model: nn.Module, ep_group: dist.ProcessGroup | None) -> _Found:
     return found
 
 
+def _check_arguments(model: Any, ep_group: Any, average_gradients: bool) -> None:
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(Problem("model", type(model).__name__, "a torch.nn.Module"))
+    if average_gradients and ep_group is None:
+        problems.append(Problem("average_gradients", True, "False without ep_group"))
+    if ep_group is not None and not isinstance(ep_group, dist.ProcessGroup):
+        remedy = "dist.group.WORLD, dist.new_group(ranks) or mesh.get_group()"
+        problems.append(Problem("ep_group", ep_group, "a torch.distributed process group that this rank is in", remedy))
+    elif ep_group is not None and isinstance(model, nn.Module):
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            remedy = "swap the model itself, and wrap it afterwards"
+            problems.append(Problem("model", "DistributedDataParallel", "a model that is not wrapped", remedy))
+        problems += _tied_experts(model)
+    if problems:
+        raise SpecError.of("swap_moe", problems)
+
+
+def _tied_experts(model: nn.Module) -> list[Problem]:
+    first: dict[int, str] = {}
+    problems = []
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False) if is_experts(module) else ():
+            other = first.setdefault(id(parameter), f"{name}.{key}")
+            if other != f"{name}.{key}":
+                problems.append(Problem(f"{name}.{key}", f"the tensor of {other}", "its own where ep_group is given"))
+    return problems
+
+
 def _inside(name: str, outer: str) -> bool:
     """Whether the module called ``name`` stands below the one called ``outer`` ("" is the whole model)."""
     return not outer or name.startswith(f"{outer}.")
@@ -218,9 +255,13 @@ def _layout_problem(module: nn.Module) -> str:
 
 
 def _replaced_forward(module: nn.Module) -> str:
+    """Why the module's forward is not the one that transformers gave its class, if it is not."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (by accelerate's hooks, say), which would bypass the swap"
-    return ""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    forward = vars(owner)["forward"]
+    own = forward.__globals__ is vars(hf_moe) if is_experts(module) else unwrap(forward).__module__ == owner.__module__
+    return "" if own else f"the forward of {class_key(owner)} is not that of transformers, and the swap would bypass it"
 
 
 def _count(module: nn.Module) -> int:
@@ -287,6 +328,16 @@ def _hide_from_ddp(model: nn.Module, hidden: bool) -> None:
             vars(parameter).pop("_ddp_ignored", None)
 
 
+def _check_uncovered(model: nn.Module) -> None:
+    problems = [
+        Problem(name, type(module).__name__, "of Tessera's class", "undo what was put around it after the swap first")
+        for name, module in model.named_modules()
+        if isinstance(module, SwappedModule) and module.covered()
+    ]
+    if problems:
+        raise SpecError.of("unswap_moe", problems)
+
+
 def _check_gatherable(model: nn.Module) -> None:
     """Adapters made on this rank's share have its size, and do not fit all experts."""
     problems = [
@@ -314,3 +365,7 @@ def _save_routing(layer: Any, _: Any) -> None:
     function: Any = getattr(layer, "_gradient_checkpointing_func", None)
     if layer.training and layer.gradient_checkpointing and not isinstance(function, SavedRouting):
         layer._gradient_checkpointing_func = SavedRouting(function)
+
+
+# It changes how a layer is recomputed, never what it computes, so a captured graph needs no call of it.
+_save_routing.no_part_of_graphs = True  # type: ignore[attr-defined]

@@ -64,6 +64,12 @@ GATES: Final[Mapping[str, OwnGate]] = {
 }
 
 
+LAYOUT_ATTRIBUTES: Final = frozenset(
+    {*_FLAGS, "act_fn", "_apply_gate", *(name for own in GATES.values() for name in (own.alpha, own.limit) if name)}
+)
+"""What a layout is read from, besides the class."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsLayout:
     """How to read an experts module's parameters, and what it does between its two products."""

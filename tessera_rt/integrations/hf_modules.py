@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.integrations.hf_blocks import BlockForm, Returns, form_of
-from tessera_rt.integrations.hf_layouts import ExpertsLayout, read_layout
+from tessera_rt.integrations.hf_layouts import LAYOUT_ATTRIBUTES, ExpertsLayout, read_layout
 from tessera_rt.integrations.hf_sharding import ExpertShard, sharded_experts
 from tessera_rt.integrations.routing_replay import choosing
 from tessera_rt.moe.backends import routed_experts
@@ -29,12 +29,17 @@ def experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Ten
     Ids from ``num_experts`` on are not routed: transformers' expert parallelism marks other ranks' experts so. Raises
     SpecError, naming the flag, for what Tessera cannot reproduce.
     """
-    return _computed(module, _layout_now(module), hidden, ids, weights)
+    layout = getattr(module, "tessera_layout", None) if torch.compiler.is_compiling() else None
+    return _computed(module, layout or _layout_now(module), hidden, ids, weights)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
+    reason="the first call of transformers' experts reads their layout: make one before compiling"
+)
 def _layout_now(module: nn.Module) -> Any:
-    return read_layout(module)
+    """The module's layout, which compiled code finds on it from the next call on."""
+    layout = vars(module)["tessera_layout"] = read_layout(module)
+    return layout
 
 
 def _computed(module: nn.Module, layout: ExpertsLayout, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -59,8 +64,14 @@ class SwappedModule(nn.Module):
 
     @classmethod
     def restored(cls) -> type[nn.Module]:
-        own: Any = next(base for base in cls.__mro__ if not issubclass(base, SwappedModule))
+        """The class behind Tessera's, also when others (FSDP, a parametrization) put theirs in front."""
+        own: Any = cls.__mro__[cls.__mro__.index(SwappedModule) + 1]
         return cast(type[nn.Module], own)
+
+    @classmethod
+    def covered(cls) -> bool:
+        """Whether another class stands in front of Tessera's."""
+        return not any(cls is swapped_class(mixin, cls.restored()) for mixin in (SwappedExperts, SwappedBlock))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         mixin, own = type(self).__bases__[0], type(self).restored()
@@ -70,10 +81,16 @@ class SwappedModule(nn.Module):
 
 
 class SwappedExperts(SwappedModule):
-    """Experts computed by Tessera: all of them, or those of this rank (``tessera_shard``). The layout is read once."""
+    """Experts computed by Tessera: all of them, or those of this rank (``tessera_shard``). The layout is read at the
+    swap, and again when what it was read from changes."""
 
     tessera_layout: ExpertsLayout
     tessera_shard: ExpertShard | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in LAYOUT_ATTRIBUTES:
+            vars(self)["tessera_layout"] = read_layout(self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         given = (self, self.tessera_layout, hidden_states, top_k_index, top_k_weights)

@@ -27,7 +27,8 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRow:
-    """``ratio``: median over the rounds of this contender's time over the first one's (below 1: it is faster)."""
+    """``ratio``: median over the rounds of this contender's time over the first one's (below 1: it is faster).
+    ``clocks``: before, between and after the rounds that count; none without a GPU."""
 
     problem: str
     name: str
@@ -35,7 +36,7 @@ class ComparedRow:
     ratio: float
     flops: int
     bytes: int
-    clocks: tuple[Clocks | None, Clocks | None]
+    clocks: tuple[Clocks, ...]
 
     def as_row(self) -> dict[str, Any]:
         """For tables and JSON; rates per second."""
@@ -49,7 +50,7 @@ class ComparedRow:
             "ratio": self.ratio,
             "flops_per_s": self.flops / seconds,
             "bytes_per_s": self.bytes / seconds,
-            "clocks": [None if clocks is None else asdict(clocks) for clocks in self.clocks],
+            "clocks": [asdict(clocks) for clocks in self.clocks],
         }
 
 
@@ -73,16 +74,18 @@ def compare(
     if problems:
         raise SpecError.of(problem, problems)
     reader = ClockReader(device)
-    before = reader.read()
+    clocks: list[Clocks] = []
     taken: list[list[int]] = [[] for _ in contenders]
     with stopwatch(device, group, timeout_s=timeout_s) as watch:
         for round_ in range(warmup + samples):
+            if round_ >= warmup:
+                clocks += reader.read()
             for times, contender in zip(taken, contenders, strict=True):
                 sample = watch.alone(contender.launch)
                 if round_ >= warmup:
                     times.append(sample)
     slowest = [slowest_rank(times, group) for times in taken]
-    clocks = (before, reader.read())
+    clocks += reader.read()
     return tuple(
         ComparedRow(
             problem=problem,
@@ -91,7 +94,7 @@ def compare(
             ratio=median(ours / max(first, 1) for ours, first in zip(times, slowest[0], strict=True)),
             flops=contender.flops,
             bytes=contender.bytes,
-            clocks=clocks,
+            clocks=tuple(clocks),
         )
         for contender, times in zip(contenders, slowest, strict=True)
     )

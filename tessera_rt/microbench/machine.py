@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -76,15 +77,22 @@ class ClockReader:
             uuid = torch.cuda.get_device_properties(device).uuid
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
-    def read(self) -> Clocks | None:
-        """The clocks now, or None without a GPU or library."""
+    def read(self) -> list[Clocks]:
+        """The clocks now; empty without a GPU or library."""
         if self._handle is None or nvml is None:
-            return None
+            return []
         bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
-        return Clocks(
+        now = Clocks(
             sm_mhz=nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
             memory_mhz=nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM),
             power_w=nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000,
             temperature_c=nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
             throttle=tuple(name for bit, name in _REASONS.items() if bits & bit),
         )
+        return [now]
+
+
+def slowed_down(readings: Iterable[Clocks]) -> list[str]:
+    """A note on what slowed the GPU down, if anything did."""
+    reasons = sorted({reason for clocks in readings for reason in clocks.throttle})
+    return [f"the GPU was slowed down meanwhile: {', '.join(reasons)}"] if reasons else []

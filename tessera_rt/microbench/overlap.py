@@ -40,7 +40,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapRow:
-    """One point of the sweep. Times are medians in ns; ``comp_all``: compute alone on all SMs."""
+    """One point of the sweep. Times are medians in ns; ``comp_all``: compute alone on all SMs. ``clocks``: before,
+    between and after the rounds that count; none without a GPU."""
 
     budget: SmBudget
     comm: Timing
@@ -50,7 +51,7 @@ class OverlapRow:
     comm_in_both_ns: int
     comp_in_both_ns: int
     placement: Placement | None
-    clocks: tuple[Clocks | None, Clocks | None]
+    clocks: tuple[Clocks, ...]
 
     @property
     def efficiency(self) -> float:
@@ -88,7 +89,7 @@ class OverlapRow:
             "spread": max(self.comm.spread, self.comp.spread, self.both.spread),
             "samples": self.both.samples,
             "placement": None if self.placement is None else asdict(self.placement),
-            "clocks": [None if clocks is None else asdict(clocks) for clocks in self.clocks],
+            "clocks": [asdict(clocks) for clocks in self.clocks],
         }
 
 
@@ -162,10 +163,12 @@ def _measure(
     def comp_all() -> None:
         comp_fn(everything)
 
-    before = reader.read()
+    clocks: list[Clocks] = []
     alone: dict[Launch, list[int]] = {comm: [], comp: [], comp_all: []}
     together: list[Both] = []
     for round_ in range(warmup + samples):
+        if round_ >= warmup:
+            clocks += reader.read()
         of_round = {launch: watch.alone(launch) for launch in alone}
         both = watch.both(comm, comp)
         if round_ >= warmup:
@@ -182,7 +185,7 @@ def _measure(
         comm_in_both_ns=round(median(slowest_rank([both.comm for both in together], group))),
         comp_in_both_ns=round(median(slowest_rank([both.comp for both in together], group))),
         placement=_placement(traces["comm"], traces["comp"]),
-        clocks=(before, reader.read()),
+        clocks=(*clocks, *reader.read()),
     )
 
 

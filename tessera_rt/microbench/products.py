@@ -72,13 +72,10 @@ def _operands(problem: ExpertProblem, n: int, k: int) -> tuple[Tensor, Tensor, T
 def _rows_contenders(problem: ExpertProblem, n: int, k: int) -> list[Contender]:
     x, weight, ends = _operands(problem, n, k)
     dense = weight[0]
-    work = {
-        "flops": 2 * problem.rows * n * k,
-        "bytes": x.element_size() * (problem.rows * (n + k) + problem.experts * n * k),
-    }
+    work, dense_work = _work(problem, n, k), _work(problem, n, k, weights=1)
     contenders = [
         Contender(name="torch._grouped_mm", launch=lambda: torch._grouped_mm(x, weight.mT, offs=ends), **work),
-        Contender(name="one dense product", launch=lambda: x @ dense.mT, **work),
+        Contender(name="one dense product", launch=lambda: x @ dense.mT, **dense_work),
     ]
     if problem.device.type == "cuda":
         from tessera_rt.kernels.routing import expert_rows
@@ -93,13 +90,10 @@ def _rows_contenders(problem: ExpertProblem, n: int, k: int) -> list[Contender]:
 def _wgrad_contenders(problem: ExpertProblem, n: int, k: int) -> list[Contender]:
     grad, x, ends = problem.random(problem.rows, n, seed=1), problem.random(problem.rows, k, seed=2), problem.offsets()
     ends = ends[1:].contiguous()
-    work = {
-        "flops": 2 * problem.rows * n * k,
-        "bytes": x.element_size() * (problem.rows * (n + k) + problem.experts * n * k),
-    }
+    work, dense_work = _work(problem, n, k), _work(problem, n, k, weights=1)
     contenders = [
         Contender(name="torch._grouped_mm", launch=lambda: torch._grouped_mm(grad.mT, x, offs=ends), **work),
-        Contender(name="one dense product", launch=lambda: grad.mT @ x, **work),
+        Contender(name="one dense product", launch=lambda: grad.mT @ x, **dense_work),
     ]
     if problem.device.type == "cuda":
         from tessera_rt.kernels.routing import expert_rows
@@ -110,3 +104,9 @@ def _wgrad_contenders(problem: ExpertProblem, n: int, k: int) -> list[Contender]
         ours = Contender(name="Tessera", launch=lambda: wgrad(grad, x, rows, out, accumulate=False), **work)
         contenders.insert(0, ours)
     return contenders
+
+
+def _work(problem: ExpertProblem, n: int, k: int, *, weights: int | None = None) -> dict[str, int]:
+    """What a product must do and move; ``weights``: how many [N, K] it reads or writes (all experts')."""
+    moved = problem.rows * (n + k) + (problem.experts if weights is None else weights) * n * k
+    return {"flops": 2 * problem.rows * n * k, "bytes": problem.dtype.itemsize * moved}

@@ -13,27 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from tessera_rt.files.file_checks import write_atomically
-from tessera_rt.microbench.machine import Machine
+from tessera_rt.microbench.compare import ComparedRow
+from tessera_rt.microbench.machine import Machine, slowed_down
 from tessera_rt.microbench.overlap import OverlapResult
+from tessera_rt.microbench.traffic import ALL_TO_ALL
 
 RESULT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """``bench``: overlap, gemm, dispatch or layer. ``rows``: times in fields that end in ``_ns``."""
+    """``bench``: overlap, gemm, dispatch or layer. ``rows``: times in fields that end in ``_ns``. ``dtype``: of the
+    products."""
 
     bench: str
     machine: Machine
     rows: Sequence[Mapping[str, Any]]
     figures: Mapping[str, float | int] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    dtype: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "tessera_bench": RESULT_VERSION,
             "bench": self.bench,
             "machine": asdict(self.machine),
+            "dtype": self.dtype,
             "notes": list(self.notes),
             "figures": dict(self.figures),
             "rows": [dict(row) for row in self.rows],
@@ -54,6 +59,7 @@ def overlap_result(
     launch of the last sweep sends over links between GPUs (0: it crosses none, so no bandwidth follows).
     """
     last = list(results.values())[-1]
+    slowed = slowed_down(clocks for result in results.values() for row in result.rows for clocks in row.clocks)
     best = last.best
     figures: dict[str, float | int] = {"comm_sms": best.budget.communication}
     if best.contention is not None:
@@ -67,5 +73,24 @@ def overlap_result(
         machine=last.machine,
         rows=[{"name": name, **row.as_row()} for name, result in results.items() for row in result.rows],
         figures=figures,
-        notes=[*dict.fromkeys((*(note for result in results.values() for note in result.notes), *notes))],
+        notes=[*dict.fromkeys((*(note for result in results.values() for note in result.notes), *notes, *slowed))],
     )
+
+
+def product_figures(rows: Sequence[ComparedRow]) -> dict[str, float | int]:
+    """Rates of Tessera's grouped product and of a dense one, of the first product that was measured."""
+    names = {"Tessera": "grouped_gemm_flops_per_s", "one dense product": "gemm_flops_per_s"}
+    return {
+        names[row.name]: row.flops / (row.time.ns / 1e9)
+        for row in rows
+        if row.name in names and row.problem == rows[0].problem
+    }
+
+
+def link_figures(rows: Sequence[ComparedRow], world: int) -> dict[str, float | int]:
+    """The rate over the links of the largest all-to-all: a rank keeps one of ``world`` parts."""
+    sent = [row for row in rows if row.name == ALL_TO_ALL]
+    if not sent or world < 2:
+        return {}
+    largest = max(sent, key=lambda row: row.bytes)
+    return {"link_bytes_per_s": largest.bytes * (world - 1) / world / (largest.time.ns / 1e9)}

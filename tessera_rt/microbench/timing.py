@@ -7,11 +7,13 @@ current stream (CUDA) or do it before they return (CPU).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from statistics import median, quantiles
 from typing import Protocol
 
@@ -72,11 +74,11 @@ def stopwatch(
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one per lane, so that neither takes the other's core
-    lane = ThreadPoolExecutor(1, "communication", initializer=lambda: torch.set_num_threads(1))
+    lane = _Lane()
     try:
         yield _CpuStopwatch(group, timeout_s, lane)
     finally:
-        lane.shutdown(wait=False, cancel_futures=True)
+        lane.close()
         torch.set_num_threads(threads)
 
 
@@ -91,10 +93,35 @@ def slowest_rank(samples: Sequence[int], group: dist.ProcessGroup | None) -> lis
     return [int(sample) for sample in found.tolist()]
 
 
+class _Lane:
+    """A thread for communication: a daemon, which does not keep the process when what it runs never ends."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Future[int], Callable[[], int]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="communication", daemon=True).start()
+
+    def submit(self, call: Callable[[], int]) -> Future[int]:
+        future: Future[int] = Future()
+        self._tasks.put((future, call))
+        return future
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (task := self._tasks.get()) is not None:
+            future, call = task
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class _CpuStopwatch:
     """Compute on the caller's thread, communication on one of its own."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, lane: ThreadPoolExecutor) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, lane: _Lane) -> None:
         self._group, self._timeout_s, self._lane = group, timeout_s, lane
         self._flush = torch.empty(_CPU_FLUSH_BYTES, dtype=torch.uint8)
 

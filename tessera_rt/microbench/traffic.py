@@ -6,7 +6,6 @@ takes them; torch's all-to-all does not obey one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,6 +15,8 @@ from tessera_rt.errors import Problem, SpecError
 from tessera_rt.microbench.compare import ComparedRow, Contender, compare
 from tessera_rt.microbench.overlap import BudgetedLaunch
 from tessera_rt.microbench.timing import Launch
+
+ALL_TO_ALL = "torch all-to-all"
 
 
 def all_to_all(size: int, *, device: torch.device, group: dist.ProcessGroup, timeout_s: float = 60.0) -> Launch:
@@ -52,24 +53,28 @@ def unbudgeted(launch: Launch) -> BudgetedLaunch:
 
 
 def bench_traffic(
-    sizes: Sequence[int],
+    title: str,
+    size: int,
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    ours: Callable[[int], Contender] | None = None,
+    ours: Contender | None = None,
     samples: int = 20,
     timeout_s: float = 60.0,
 ) -> tuple[ComparedRow, ...]:
-    """Messages of ``sizes`` bytes per rank: ours (if given) and torch's all-to-all against a copy. Collective."""
-    rows: list[ComparedRow] = []
-    for size in sizes:
-        contenders = [] if ours is None else [ours(size)]
-        if group is not None:
-            launch = all_to_all(size, device=device, group=group, timeout_s=timeout_s)
-            contenders.append(Contender(name="torch all-to-all", launch=launch, bytes=size))
-        contenders.append(Contender(name="copy", launch=copy(size, device=device), bytes=size))
-        rows += compare(f"{size} bytes", contenders, device=device, samples=samples, group=group, timeout_s=timeout_s)
-    return tuple(rows)
+    """A message of ``size`` bytes per rank: ours (if given) and torch's all-to-all against a copy. Collective."""
+    contenders = [] if ours is None else [ours]
+    if group is not None:
+        shared = shared_size(size, dist.get_world_size(group))
+        launch = all_to_all(shared, device=device, group=group, timeout_s=timeout_s)
+        contenders.append(Contender(name=ALL_TO_ALL, launch=launch, bytes=shared))
+    contenders.append(Contender(name="copy", launch=copy(size, device=device), bytes=size))
+    return compare(title, contenders, device=device, samples=samples, group=group, timeout_s=timeout_s)
+
+
+def shared_size(size: int, parts: int) -> int:
+    """The next number of bytes that ``parts`` ranks can share evenly."""
+    return -(-size // parts) * parts
 
 
 def _check_size(size: int, parts: int) -> None:

@@ -45,6 +45,11 @@ class ExpertTransport(Protocol):
         """Choices that the experts have room for (``Traffic.rows``, or none but that of the units)."""
         ...
 
+    @property
+    def overflow(self) -> Tensor:
+        """int32 on the device: not zero anywhere when something found no room. ``capture`` takes it as ``overflow``."""
+        ...
+
     def exchange(self, ids: Tensor) -> Issued[Any]:
         """Chosen experts ``ids`` [T, K] (outside 0 .. E - 1: not sent) -> a placement, with ``counts`` [W, E]."""
         ...
@@ -75,6 +80,9 @@ class ExpertTransport(Protocol):
         ...
 
 
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
+    reason="ranks wait for each other in it: compile without fullgraph"
+)
 def expert_parallel_mlp(
     x: Tensor,
     ids: Tensor,
@@ -90,11 +98,11 @@ def expert_parallel_mlp(
     """out[t] = sum over k of weights[t, k] expert_{ids[t, k]}(x[t]), over the experts of all ranks: [T, H] -> [T, H].
 
     ``x`` [T, H], cast to the traffic's dtype; ``ids`` [T, K] global, outside 0 .. E - 1: not routed; ``weights``
-    [T, K]; ``experts``: this rank's E / W, cast likewise. A collective call, forward and backward: whether inputs and
-    weights require gradients must be the same on all ranks. Gradients of weights are added to ``main_grads`` (fp32)
-    where there are any. ``recompute``: the first product is not saved. ``compute``: "triton", "torch", or by the
-    device. The result has the dtype of ``x``. Differentiable once. Raises SpecError for shapes and dtypes that do not
-    fit.
+    [T, K]; ``experts``: this rank's E / W, cast likewise. A collective call, forward and backward: all ranks go
+    backward, and ``x`` or ``weights`` (or both) require gradients on all of them or on none. Gradients of weights are
+    added to ``main_grads`` (fp32) where there are any. ``recompute``: the first product is not saved. ``compute``:
+    "triton", "torch", or by the device. The result has the dtype of ``x``. Differentiable once. Raises SpecError for
+    shapes and dtypes that do not fit.
     """
     traffic = transport.traffic
     _check(x, ids, weights, experts, gate, traffic, main_grads)
@@ -166,18 +174,19 @@ class _ExpertParallel(torch.autograd.Function):
         gate_up, down, gate_up_bias, down_bias, *kept = ctx.saved_tensors
         call, received, experts = ctx.call, ctx.received, ExpertWeights(gate_up, down, gate_up_bias, down_bias)
         x, router, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = ctx.needs_input_grad[:6]
-        needs = Needs(x, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, router)
+        # What one wants of the tokens' gradients is sent whole: another rank may want the other part, and all make the
+        # same call.
+        home_wanted = x or router
+        needs = Needs(home_wanted, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, home_wanted)
         d_units = call.transport.dispatch_gradient(grad, received).wait()
         found = call.compute.backward(
             d_units, received, experts, call.gate, kept, ctx.state, main_grads=call.main_grads, needs=needs
         )
         d_x = d_router = None
-        if x or router:
-            # Rows come home even when only the router's gradient is wanted: the call is one for all ranks.
-            rows = found.x_rows if found.x_rows is not None else d_units.new_empty(0, d_units.shape[1])
-            position = ctx.position if found.x_rows is not None else torch.full_like(ctx.position, -1)
+        if home_wanted:
+            assert found.x_rows is not None
             home = call.transport.combine(
-                rows, position, received, weighted=False, router_gradient=found.router if router else None
+                found.x_rows, ctx.position, received, weighted=False, router_gradient=found.router
             ).wait()
             d_x, d_router = home.out if x else None, home.router_gradient
         return d_x, d_router, found.gate_up, found.down, found.gate_up_bias, found.down_bias, None

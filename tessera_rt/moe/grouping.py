@@ -84,8 +84,9 @@ def group_choices(ids: Tensor, experts: int, work: int) -> Grouping:
     by_expert, order = flat.sort(stable=True)
     by_expert, order = by_expert[:total], order[:total]
     starts = [segment.start + i * segment.height for segment in found for i in range(segment.last - segment.first)]
-    shift = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)  # from packed to padded rows
-    rows = torch.arange(total) + shift[by_expert]
+    # From packed to padded rows.
+    shift = torch.tensor(starts, dtype=torch.int64, device=flat.device) - (counts.cumsum(0) - counts)
+    rows = torch.arange(total, device=flat.device) + shift[by_expert]
     size = found[-1].rows.stop if found else 0
     source = flat.new_full((size,), flat.numel()).index_copy_(0, rows, order)
     position = flat.new_full((flat.numel(),), size).index_copy_(0, order, rows)

@@ -10,16 +10,19 @@ No method keeps anything on the module: what a forward decided is in the ``MoERo
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from tessera_rt.errors import PlanError, Problem, SpecError
+from tessera_rt.kernels.transport_layout import Traffic
 from tessera_rt.moe.backends import Backend, backend_for, routed_experts
 from tessera_rt.moe.config import MoEConfig
+from tessera_rt.moe.expert_parallel import ExpertTransport, expert_parallel_mlp
 from tessera_rt.moe.experts import Experts, SharedExpert
 from tessera_rt.moe.router import (
     Choice,
@@ -99,7 +102,12 @@ class MoE(MoEParts):
     """y = sum over chosen experts of weight * expert(x), plus the shared expert's output, for x [..., H].
 
     Parameters start as nn.Linear's do. ``backend``: a name, a ``Backend``, or None for the one of the input's device;
-    ``repr`` shows it. All experts are in this process.
+    ``repr`` shows it.
+
+    All experts are in this process, or with ``transport`` spread over its ranks: this one holds ``expert_ids``. Then
+    every rank calls forward and backward, with tokens of its own, or none; counts, losses and gradients are of these
+    tokens, so gradients of all but the experts are still to be summed over the ranks. Ranks that start from one seed
+    start as one process does. Copies share the transport. Raises SpecError for one that was made for another layer.
     """
 
     def __init__(
@@ -107,21 +115,37 @@ class MoE(MoEParts):
         config: MoEConfig,
         *,
         backend: Backend | str | None = None,
+        transport: ExpertTransport | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, device=device, dtype=dtype)
+        rank, world = (0, 1) if transport is None else (transport.rank, transport.traffic.world)
+        if transport is not None:
+            _check_traffic(config, transport.traffic)
+        super().__init__(config, ep_rank=rank, ep_size=world, device=device, dtype=dtype)
         if isinstance(backend, str):
             backend = backend_for(self.router.weight.device, backend)
-        self.backend = backend
+        self.backend, self.transport = backend, transport
         self.reset_parameters()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        memo[id(self.transport)] = self.transport
+        memo[id(self)] = other = type(self).__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform within 1 / sqrt(input features), as nn.Linear; router and expert biases and choice bias zero."""
         for parameter in (self.router.weight, self.experts.gate_up.weight, self.experts.down.weight):
             bound = 1.0 / math.sqrt(parameter.shape[-1])
-            parameter.uniform_(-bound, bound)
+            if parameter is self.router.weight:
+                parameter.uniform_(-bound, bound)
+                continue
+            for expert in range(self.config.experts):  # also those of other ranks, so that all ranks draw alike
+                drawn = torch.empty_like(parameter[0]).uniform_(-bound, bound)
+                if expert in self.expert_ids:
+                    parameter[expert - self.expert_ids.start] = drawn
         for zero in (self.router.bias, self.router.choice_bias, self.experts.gate_up.bias, self.experts.down.bias):
             if zero is not None:
                 zero.zero_()
@@ -146,7 +170,7 @@ class MoE(MoEParts):
         """
         rows, of_tokens = checked(x, mask, self.config.hidden)
         choice = self.router(rows, of_tokens)
-        y = mixed(self, rows, choice, self.backend).view(x.shape)
+        y = mixed(self, rows, choice, self.backend, self.transport).view(x.shape)
         return (y, routing_of(self.config, choice, of_tokens)) if return_routing else y
 
     def update_choice_bias(self, counts: Tensor) -> None:
@@ -158,16 +182,36 @@ class MoE(MoEParts):
             update_choice_bias(self.router.choice_bias, counts, self.config.bias_update_rate)
 
     def extra_repr(self) -> str:
-        return f"backend={'by device' if self.backend is None else self.backend.name}"
+        where = "" if self.transport is None else f", transport={type(self.transport).__name__}"
+        return f"backend={'by device' if self.backend is None else self.backend.name}{where}"
 
 
-def mixed(parts: MoEParts, x: Tensor, choice: Choice, backend: Backend | str | None = None) -> Tensor:
-    """Experts (all in this process) and shared expert of ``x`` [T, H] for a choice: [T, H]."""
-    of_experts = routed_experts(
-        parts.expert_input(x), choice.ids, choice.weights, parts.experts.weights, parts.experts.gate, backend=backend
-    )
+def mixed(
+    parts: MoEParts,
+    x: Tensor,
+    choice: Choice,
+    backend: Backend | None = None,
+    transport: ExpertTransport | None = None,
+) -> Tensor:
+    """Experts (in this process, or behind ``transport``) and shared expert of ``x`` [T, H] for a choice: [T, H]."""
+    given = (parts.expert_input(x), choice.ids, choice.weights, parts.experts.weights, parts.experts.gate)
+    if transport is None:
+        of_experts = routed_experts(*given, backend=backend)
+    else:
+        of_experts = expert_parallel_mlp(*given, transport, compute=None if backend is None else backend.name)
     y = parts.expert_output(of_experts)
     return y if parts.shared is None else y + parts.shared(x)
+
+
+def _check_traffic(config: MoEConfig, traffic: Traffic) -> None:
+    of_config = {"experts": config.experts, "top_k": config.top_k, "hidden": config.expert_input}
+    problems = [
+        Problem(f"transport.traffic.{name}", getattr(traffic, name), f"{wanted}, as in the configuration")
+        for name, wanted in of_config.items()
+        if getattr(traffic, name) != wanted
+    ]
+    if problems:
+        raise SpecError.of("MoE layer", problems)
 
 
 def routing_of(config: MoEConfig, choice: Choice, mask: Tensor | None) -> MoERouting:

@@ -210,17 +210,20 @@ def _topk_backward(
 
 def _gradient_of_logits(grad: Tensor, logits: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
     """``kernels.reference.topk_backward`` written out: autograd does not work inside an operator."""
-    routed, at = ids >= 0, ids.clamp(min=0).long()
-    d_weights = (grad * rule.scale).masked_fill(~routed, 0.0)
+    absent = (ids < 0) | (ids >= logits.shape[1])
+    routed, at = ~absent, ids.masked_fill(absent, 0).long()
+    d_weights = (grad * rule.scale).masked_fill(absent, 0.0)
     of_chosen = torch.zeros_like(logits)
     if rule.softmax_after_topk:
-        weights = logits.gather(-1, at).softmax(-1)
+        weights = logits.gather(-1, at).masked_fill(absent, -torch.inf).softmax(-1)
         d_chosen = _renormalized_gradient(d_weights, weights, rule)
         d_chosen = weights * (d_chosen - (d_chosen * weights).sum(-1, keepdim=True))
         d_logits = of_chosen.scatter_add_(-1, at, d_chosen)
     else:
         scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
-        d_scores = of_chosen.scatter_add_(-1, at, _renormalized_gradient(d_weights, scores.gather(-1, at), rule))
+        weights = scores.gather(-1, at).masked_fill(absent, 0.0)
+        d_chosen = _renormalized_gradient(d_weights, weights, rule).masked_fill(absent, 0.0)
+        d_scores = of_chosen.scatter_add_(-1, at, d_chosen)
         if rule.score == "sigmoid":
             d_logits = d_scores * scores * (1 - scores)
         else:

@@ -1,13 +1,16 @@
 """The experts in plain torch, for the CPU and any dtype: gather, first product, activation, second product, sum.
 
-One operator forward and one backward (``tessera::experts``), opaque to the compiler. Saved are the input and the first
-product; gathered rows and activations are made again. The router's weights are applied to the activation, so that the
-sum over a token's experts is a plain one, taken in fp32 (float64 for float64).
+One operator forward and one backward (``tessera::experts``). Saved are the input and the first product; gathered rows
+and activations are made again. The router's weights are applied to the activation, so that the sum over a token's
+experts is a plain one, taken in fp32 (float64 for float64).
+
+The first product has as many rows as the counts say. A compiler would break its graph at such a shape, so compiled code
+has a form of its own (``tessera::experts_of_fixed_shape``) that saves its inputs alone and makes that product again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +41,11 @@ class TorchBackend:
 
 
 def _run(x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, gate: Gate) -> Tensor:
-    out: Tensor = _experts(
+    given = (
         x, ids, weights, experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias,
         int(gate.activation), gate.interleaved, gate.alpha, gate.limit,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    out: Tensor = _experts_of_fixed_shape(*given) if torch.compiler.is_compiling() else _experts(*given)[0]
     return out
 
 
@@ -61,8 +65,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], first product [S, 2 I], and the grouping: source [S], position [T K], counts [E])."""
     gate = Gate(activation=Activation(activation), interleaved=interleaved, alpha=alpha, limit=limit)
-    grouping = group_choices(ids, gate_up.shape[0], _work(gate_up))
-    pre = rows_product(_gather(x, grouping, ids.shape[1]), gate_up, grouping, gate_up_bias)
+    grouping, pre = _first_product(x, ids, gate_up, gate_up_bias)
     act = activated(pre, gate)
     if weights is not None:
         act *= _row_weights(weights, grouping)
@@ -143,7 +146,7 @@ def _experts_backward(
 
 
 @_experts_backward.register_fake
-def _(
+def _empty_gradients(
     grad: Tensor,
     x: Tensor,
     ids: Tensor,
@@ -172,14 +175,84 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
-    x, weights, *parameters = (ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6))
-    needs = [x, weights, *parameters]
-    found = _experts_backward(grad, *ctx.saved_tensors, *ctx.gate, needs)
-    d_x, d_weights, *d_parameters = (g if needed else None for g, needed in zip(found, needs, strict=True))
+    return _gradients(ctx, lambda needs: _experts_backward(grad, *ctx.saved_tensors, *ctx.gate, needs))
+
+
+def _gradients(ctx: Any, backward: Callable[[list[bool]], list[Tensor]]) -> tuple[Tensor | None, ...]:
+    """What ``backward`` gives for what is needed, at the places of the operator's inputs."""
+    needs = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 6)]
+    d_x, d_weights, *d_parameters = (g if needed else None for g, needed in zip(backward(needs), needs, strict=True))
     return (d_x, None, d_weights, *d_parameters, None, None, None, None)
 
 
 _experts.register_autograd(_backward, setup_context=_save)
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tessera::experts_of_fixed_shape", mutates_args=())
+def _experts_of_fixed_shape(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: int,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    out: Tensor = _experts(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, interleaved, alpha, limit
+    )[0]
+    return out
+
+
+@_experts_of_fixed_shape.register_fake
+def _(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("tessera::experts_of_fixed_shape_backward", mutates_args=())
+def _experts_of_fixed_shape_backward(
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: int,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    grouping, pre = _first_product(x, ids, gate_up, gate_up_bias)
+    found: list[Tensor] = _experts_backward(
+        grad, x, ids, weights, gate_up, down, gate_up_bias, down_bias, pre, grouping.source, grouping.position,
+        grouping.counts, activation, interleaved, alpha, limit, needs,
+    )  # fmt: skip
+    return found
+
+
+_experts_of_fixed_shape_backward.register_fake(_empty_gradients)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.gate = inputs[7:]
+
+
+def _backward_of_fixed_shape(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, lambda needs: _experts_of_fixed_shape_backward(grad, *ctx.saved_tensors, *ctx.gate, needs))
+
+
+_experts_of_fixed_shape.register_autograd(_backward_of_fixed_shape, setup_context=_save_inputs)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -187,6 +260,12 @@ _experts.register_autograd(_backward, setup_context=_save)
 
 def _work(gate_up: Tensor) -> int:
     return gate_up.shape[1] * gate_up.shape[2]
+
+
+def _first_product(x: Tensor, ids: Tensor, gate_up: Tensor, bias: Tensor | None) -> tuple[Grouping, Tensor]:
+    """Where the choices go, and their rows [S, 2 I] of the first product."""
+    grouping = group_choices(ids, gate_up.shape[0], _work(gate_up))
+    return grouping, rows_product(_gather(x, grouping, ids.shape[1]), gate_up, grouping, bias)
 
 
 def _gather(x: Tensor, grouping: Grouping, top_k: int, out: Tensor | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,18 +13,26 @@ from tessera_rt.kernels.routing import Routed, expert_rows, route_rows
 from tessera_rt.kernels.weights import ExpertWeights
 
 
+_opaque: Any = torch.compiler.disable(  # type: ignore[no-untyped-call, unused-ignore]
+    reason="kernels are launched with settings of their own: compile without fullgraph"
+)
+
+
 class TritonBackend:
-    """CUDA (or Triton's interpreter): bf16, fp16, fp32; counts stay on the device."""
+    """CUDA (or Triton's interpreter): bf16, fp16, fp32; counts stay on the device. To the compiler a call is one step
+    that it does not look into: its graph ends before, and another begins behind."""
 
     name = "triton"
 
     def __repr__(self) -> str:
         return "TritonBackend()"
 
+    @_opaque
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:
         placed = route_rows(ids.detach(), experts.gate_up.shape[0])
         return expert_mlp(x, experts, placed, weights.float(), gate)
 
+    @_opaque
     def grouped(self, rows: Tensor, offsets: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:
         count = rows.shape[0]
         # Each row is a token with one choice: itself, as long as it belongs to somebody.

@@ -10,9 +10,9 @@ same work on the same storages. It is stricter than a GPU:
 - A replay fails if memory it uses has moved, changed its size, or has been freed by its owner.
 - Work that reads what another stream writes needs an event between them, whether or not it would go wrong.
 - Host reads, shapes that depend on values, waits for the device, streams that were not forked or joined, unknown
-  random generators and memory from outside the pool are refused by name.
+  random generators, memory from outside the pool and collectives are refused by name.
 
-Not modelled: time, real concurrency, and what only a driver can refuse.
+Not modelled: time, real concurrency, collectives, and what only a driver can refuse.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from tessera_rt.testing.streams import CaptureRuleError, CpuStream, Streams
 # Methods and functions that read the host, or from it, without a dispatched operation where all tensors are the host's.
 _READING = ("cpu", "numpy", "tolist", "pin_memory")
 _MAKING = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
@@ -67,6 +68,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = refusal(func, args, kwargs, "cpu", self._generators)
         if schema.name in _RESIZING:
             reason = "changes the size or place of memory, which a replay cannot"
+        if func.namespace in _COLLECTIVES:
+            reason = "is a collective, which the stand-in does not model"
         if reason is not None:
             raise CaptureRuleError(f"{name} {reason}{place_of_call(__file__)}")
         if is_opaque(func, "cpu"):

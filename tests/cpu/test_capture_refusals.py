@@ -376,13 +376,21 @@ def test_host_counters_of_optimizers_are_refused(device: StandInDevice) -> None:
         ({"slots": 2}, "slots = 2: must be 1 for a function"),
         ({"fallback": "silent"}, 'fallback = .silent.: must be "error" or "eager"'),
         ({"eager": abs}, "overflow = None: must be a tensor where agree or eager is given"),
+        ({"slots": "2"}, "slots = '2': must be at least 1"),
         ({"state": [3]}, "state = 'int': must be modules, optimizers and tensors"),
+        ({"state": nn.Linear(1, 1)}, r"state = 'Linear': must be a tuple; one alone is \(it,\)"),
+        ({"generators": 3}, "generators = 'int': must be a tuple"),
+        ({"example_inputs": torch.zeros(3)}, "example_inputs = 'Tensor': must be a tuple"),
+        ({"example_kwargs": [1]}, "example_kwargs = 'list': must be a dict"),
+        ({"overflow": 3}, "overflow = 'int': must be a tensor"),
+        ({"target": 3}, "target = 3: must be a module or a function"),
+        ({"target": nn.Linear(3, 3), "parameters": iter([nn.Parameter(torch.zeros(1))])}, "parameters = '1 tensors'"),
         ({"device": None}, "device = 'cpu': must be one CUDA device"),
     ],
 )
 def test_arguments_of_capture(device: StandInDevice, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(CaptureError, match=problem):
-        capture(torch.neg, (torch.randn(3),), **{"device": device, **arguments})
+        capture(**{"target": torch.neg, "example_inputs": (torch.randn(3),), "device": device, **arguments})
 
 
 # -- the rules for a device that is not the host, on tensors of torch's meta device ------------------------------------

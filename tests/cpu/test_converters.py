@@ -128,6 +128,18 @@ def test_errors_name_the_key() -> None:
     hf = from_ours(ours, "hf/qwen2_moe", prefix="m.")
     with pytest.raises(SpecError, match=r"m\.experts\.1\.up_proj\.weight = 'missing'.*1 missing"):
         to_ours({key: t for key, t in hf.items() if "1.up_proj" not in key}, "hf/qwen2_moe", prefix="m.")
+    for layout in ("hf/qwen2_moe", "hf-fused/qwen2_moe"):  # the last experts, of which no key tells
+        whole = from_ours(ours, layout)
+        short = {key: t[:2] if "experts.gate_up" in key or "experts.down" in key else t for key, t in whole.items()}
+        short = {key: t for key, t in short.items() if "experts.3." not in key}
+        with pytest.raises(SpecError, match=r"experts = [23]: must be 4 / 1, for a router of 4 experts; some are miss"):
+            to_ours(short, layout)
+    with pytest.raises(SpecError, match=r"experts = 2: must be 4 / 1, for a router"):
+        from_ours(split_experts(ours, 2)[1], "hf/qwen2_moe")
+    with pytest.raises(SpecError, match=r"experts = 3: must be a divisor of the router's 4"):
+        from_ours(
+            {name: t[:3] if name.startswith("experts.") else t for name, t in ours.items()}, "megatron/te_grouped"
+        )
     with pytest.raises(SpecError, match=r"m\.experts\.0\.w9 = 'unknown'"):
         to_ours(hf | {"m.experts.0.w9": torch.zeros(1)}, "hf/qwen2_moe", prefix="m.")
     with pytest.raises(SpecError, match=r"m\.experts\.0\.gate_proj\.weight"):

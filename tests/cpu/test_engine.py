@@ -24,7 +24,12 @@ from tessera_rt.testing.worker import RankContext
 from tessera_rt.testing.worker_pool import WorkerPool
 
 Batches = list[list[tuple[Tensor, Tensor]]]  # by data coordinate, by micro-batch
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]  # pp, dp, ep
+QUICK = [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2), (4, 1, 1, 2)]  # pp, dp, ep, vpp
+SLOW = [
+    *((1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (1, 2, 1, 2)),
+    *((1, 2, 2, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (4, 1, 1, 1)),
+]
+LAYOUTS = [*QUICK, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
 MICROBATCHES = (1, 3, 5, 8)
 MODEL_SEED = 3
 
@@ -99,8 +104,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
         assert worst <= tolerance * max(gradient.abs().max().item(), 1e-12), (name, worst)
 
 
-@pytest.mark.parametrize("vpp", [1, 2])
-@pytest.mark.parametrize(("pp", "dp", "ep"), MESHES)
+@pytest.mark.parametrize(("pp", "dp", "ep", "vpp"), LAYOUTS)
 def test_equal_to_one_process_and_bit_equal_without_overlap(
     pool: WorkerPool, pp: int, dp: int, ep: int, vpp: int
 ) -> None:
@@ -126,10 +130,10 @@ def test_equal_to_one_process_and_bit_equal_without_overlap(
 @pytest.mark.parametrize(
     ("pp", "vpp", "dp", "ep", "options"),
     [
-        (2, 1, 1, 2, {"dtype": "fp32"}),
+        pytest.param(2, 1, 1, 2, {"dtype": "fp32"}, marks=pytest.mark.slow),
         (2, 2, 1, 2, {"dtype": "fp32", "recompute": Recompute.FULL}),
         (2, 2, 2, 1, {"dtype": "bf16", "recompute": Recompute.SELECTIVE}),
-        (1, 1, 2, 2, {"dtype": "bf16"}),
+        pytest.param(1, 1, 2, 2, {"dtype": "bf16"}, marks=pytest.mark.slow),
         (4, 1, 1, 1, {"dtype": "fp32", "pad": "shadow"}),
         (2, 2, 1, 1, {"dtype": "fp32", "template": "gpipe"}),
         (2, 1, 1, 1, {"dtype": "fp32", "joint": False}),

@@ -115,7 +115,7 @@ def test_without_overlap_nothing_runs_beside_a_collective(pool: WorkerPool) -> N
     ("layers", "cuts", "moe_layers"),
     [("gsSG", (0, 2, 6), (1, 3)), ("gdsSG", (0, 3, 7), (1, 3)), ("gsSGg", (0, 3, 7), (2, 3))],
 )
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_collectives_have_one_order_on_all_ranks_of_a_group(
     pool: WorkerPool, layers: str, cuts: Sequence[int], moe_layers: tuple[int, int], overlap: bool
 ) -> None:

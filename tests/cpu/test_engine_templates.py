@@ -33,7 +33,6 @@ Gradients = list[tuple[float, dict[str, Tensor]]]  # with overlap, and without
 SPEC = tiny_hybrid("gSds")
 MODEL_SEED = 3
 QUICK = [
-    ("zb-h1", 2, 1, 1),
     ("zb-h2", 2, 1, 1),
     ("zb-v", 2, 2, 1),
     ("dualpipe-v", 2, 2, 2),
@@ -41,6 +40,7 @@ QUICK = [
     ("megatron-1f1b", 2, 2, 1),
 ]  # template, pp, vpp, ep
 SLOW = [
+    ("zb-h1", 2, 1, 1),
     ("zb-h1", 4, 1, 1),
     ("zb-h2", 4, 1, 1),
     ("zb-v", 4, 2, 1),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tessera_rt
 from tessera_rt.errors import SpecError, TransportError
 from tessera_rt.kernels.expert_mlp import expert_mlp
 from tessera_rt.kernels.options import Activation, Gate
@@ -21,6 +22,7 @@ from tessera_rt.kernels.transport_layout import Traffic
 from tessera_rt.kernels.weights import ExpertWeights, MainGrads
 from tessera_rt.moe.expert_parallel import expert_parallel_mlp
 from tessera_rt.moe.expert_parallel_collective import CollectiveExpertParallel
+from tessera_rt.testing.graphs import StandInDevice
 from tessera_rt.testing.interpreter import install, launches
 from tessera_rt.testing.kernel_checks import assert_near, map_weights, poisoned_memory
 from tessera_rt.testing.peer_calls import traffic_of
@@ -140,12 +142,41 @@ def test_main_gradients_are_added_to_and_unwanted_gradients_left_out(compute: st
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("compute", ["triton", "torch"])
+@pytest.mark.parametrize("form", ["tokens-rows", "tokens-reduced"])
+def test_ranks_may_want_other_gradients_of_their_tokens(form: str, compute: str) -> None:
+    """Rank 0 wants those of x, rank 1 those of the router's weights, rank 2 both: nobody gets leftovers or zeros."""
+    traffic = traffic_of(form, 3, 4)
+    generator = torch.Generator().manual_seed(22)
+    inputs = rank_inputs(traffic, (4, 3, 4), generator)
+    experts = all_experts(traffic, 16, GATE, generator)
+    want, _ = dense_result(inputs, experts, GATE)
+
+    def of_rank(transport: PeerTransport, rank: int) -> tuple[Tensor | None, Tensor | None]:
+        given = inputs[rank]
+        x = given.x.clone().requires_grad_(rank != 1)
+        weights = given.weights.clone().requires_grad_(rank != 0)
+        own = own_experts(experts, traffic, rank)
+        out = expert_parallel_mlp(x, given.ids, weights, own, GATE, transport, compute=compute)
+        out.backward(given.grad)
+        transport.check()
+        return x.grad, weights.grad
+
+    for rank, (d_x, d_weights) in enumerate(run_peers(traffic, of_rank)):
+        assert (d_x is None, d_weights is None) == (rank == 1, rank == 0)
+        for got, wanted in ((d_x, want[rank].d_x), (d_weights, want[rank].d_weights)):
+            if got is not None:
+                assert_near(f"gradient of rank {rank}", got, wanted, ratio=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("form", "tokens", "repeats"),
     [pytest.param("tokens-rows", 32, 20, marks=pytest.mark.slow), ("tokens-reduced", 6, 4)],
 )
 def test_repeats_have_the_same_bits(form: str, tokens: int, repeats: int) -> None:
-    """A combine that adds in the order of arrival differs from run to run (64 tokens, 8 experts, 4 each, 20 times)."""
+    """A combine that adds in the order of arrival differs from run to run (64 tokens, 8 experts, 4 each, 20 times, on
+    one and eight threads)."""
     traffic = traffic_of(form, 2, tokens, experts=8, top_k=4, hidden=16, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(14)
     inputs = rank_inputs(traffic, (tokens, tokens), generator)
@@ -154,8 +185,16 @@ def test_repeats_have_the_same_bits(form: str, tokens: int, repeats: int) -> Non
     def of_rank(transport: PeerTransport, rank: int) -> list[RankResult]:
         return [run_layer(transport, inputs[rank], experts, GATE, compute="torch") for _ in range(repeats)]
 
-    results = run_peers(traffic, of_rank, timeout_s=280)
-    first, *others = [bits(repeat) for repeat in zip(*results, strict=True)]
+    found = []
+    try:
+        for threads in (1, 8):
+            torch.set_num_threads(threads)
+            results = run_peers(traffic, of_rank, timeout_s=280)
+            found += [bits(repeat) for repeat in zip(*results, strict=True)]
+    finally:
+        torch.set_num_threads(1)
+    first, *others = found
+    assert len(found) == 2 * repeats
     for repeat in others:
         assert all(torch.equal(a, b) for a, b in zip(repeat, first, strict=True))
 
@@ -290,6 +329,44 @@ def test_overflow_of_the_padded_form_is_recorded_by_all_ranks(pool: WorkerPool) 
     assert bool((limited[0][1][3] == 0).all()) and bool((exact[0][1][3] != 0).any())
 
 
+def test_overflow_of_the_padded_form_in_a_captured_graph() -> None:
+    """Recorded by any replay, whichever follows, and again after it was forgotten."""
+    traffic = traffic_of("tokens-reduced", 1, 4)
+    transport = CollectiveExpertParallel(traffic, None, pair_capacity=3)
+    few, many = torch.full((4, 3), -1, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+
+    def count(ids: Tensor) -> Tensor:
+        return transport.exchange(ids).wait().counts.clone()
+
+    captured = tessera_rt.capture(count, (few,), device=StandInDevice())
+    for _ in range(2):
+        captured(few)
+        transport.check()
+        captured(many)
+        captured(few)
+        with pytest.raises(TransportError, match="pair_capacity = 3: must be at least 4"):
+            transport.check()
+        transport.clear_overflow()
+
+
+def other_arguments(ctx: RankContext, traffics: Sequence[Traffic], rooms: Sequence[int]) -> str:
+    try:
+        CollectiveExpertParallel(traffics[ctx.rank], dist.group.WORLD, pair_capacity=rooms[ctx.rank])
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_arguments_are_refused(pool: WorkerPool) -> None:
+    one = traffic_of("rows-rows", 2, 4)
+    for traffics, rooms, text in (
+        ((one, replace(one, experts=12)), (0, 0), "experts = '6': must be 12, as on rank 1"),
+        ((one, one), (12, 9), "pair_capacity = '12': must be 9, as on rank 1"),
+    ):
+        messages = pool.run(other_arguments, 2, traffics, rooms, timeout_s=60)
+        assert text in messages[0] and "as on rank 0" in messages[1]
+
+
 def test_float64_runs_in_float64() -> None:
     for form, room in (("rows-rows", 0), ("tokens-reduced", 5)):
         traffic = traffic_of(form, 1, 5, dtype=torch.float64)
@@ -337,3 +414,22 @@ def test_bad_arguments_are_named() -> None:
         call(main_grads=MainGrads(gate_up=torch.zeros(1)))
     with pytest.raises(SpecError, match="compute = 'numpy': must be torch or triton"):
         call(compute="numpy")
+
+
+def test_bad_arguments_of_the_collective_calls_are_named() -> None:
+    traffic = traffic_of("rows-rows", 1, 4)
+    transport = CollectiveExpertParallel(traffic, None)
+    (one,) = rank_inputs(traffic, (4,), torch.Generator().manual_seed(20))
+    with pytest.raises(SpecError, match=r"(?s)ids\.shape = \(5, 3\): must be \[at most 4, 3\].*ids\.dtype"):
+        transport.exchange(torch.zeros(5, 3))
+    placement = transport.exchange(one.ids).wait()
+    with pytest.raises(SpecError, match=r"(?s)x\.shape = \(3, 24\): must be \[4, 24\].*x\.dtype.*weights\.shape"):
+        transport.dispatch(one.x[:3].half(), one.weights[:, :2], placement)
+    received = transport.dispatch(one.x, one.weights, placement).wait()
+    with pytest.raises(SpecError, match=r"grad\.shape"):
+        transport.dispatch_gradient(one.grad[:, 1:], received)
+    with pytest.raises(SpecError, match=r"(?s)y\.dtype.*position\.shape.*router_gradient\.shape"):
+        transport.combine(one.x.double(), received.ids[1:], received, router_gradient=received.weights.T)
+    other = CollectiveExpertParallel(replace(traffic, tokens=5), None)
+    with pytest.raises(SpecError, match="tokens = '4': must be 5, this transport's"):
+        other.dispatch(one.x, one.weights, placement)

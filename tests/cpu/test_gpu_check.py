@@ -14,6 +14,12 @@ from types import ModuleType
 import psutil
 import pytest
 
+from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.operands import Run
+from tessera_rt.microbench.compare import ComparedRow
+from tessera_rt.microbench.timing import Timing
+from tessera_rt.testing.interpreter import install
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -103,6 +109,77 @@ def test_without_a_gpu_it_says_so() -> None:
         check=False,
     )
     assert done.returncode == 1 and "no CUDA device is here; --dry-run" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--seconds", "nan"], ["--output", "no/such/folder/file"]])
+def test_bad_arguments_are_named_at_once(
+    gpu_check: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--dry-run", *arguments])
+    assert f"{arguments[0]} {arguments[1]}: must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("only", "written"), [([], True), (["--only", "kernels", "layer"], False)])
+def test_a_part_alone_does_not_replace_the_whole_result(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, only: list[str], written: bool
+) -> None:
+    monkeypatch.setattr(gpu_check, "RESULT", tmp_path / "gpu_check.json")
+    monkeypatch.setattr(gpu_check, "run_process", lambda *_: {"status": "done", "cases": []})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert gpu_check.main(only) == 0
+    assert (tmp_path / "gpu_check.json").is_file() == written
+
+
+def test_targets_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates in FLOPs per ns: the first product at 500 TFLOP/s beats torch's 400 and misses 0.9 of the dense 600."""
+    monkeypatch.syspath_prepend(BENCH)
+    from gpu_check_parts.products import targets
+
+    def row(kind: str, name: str, tflops: int) -> ComparedRow:
+        return ComparedRow(
+            problem=f"m: 5 tokens, 2 experts, bf16, {kind}", name=name, time=Timing(1000, 0.0, 1), ratio=1.0,
+            flops=tflops * 1000 * 1000, bytes=0, clocks=(),
+        )  # fmt: skip
+
+    rows = [row("first product", name, rate) for name, rate in
+            (("Tessera", 500), ("torch._grouped_mm", 400), ("one dense product", 600))]  # fmt: skip
+    rows += [row("input gradient of the first", "Tessera", 460), row("weight gradient of the first", "Tessera", 390)]
+    found = targets("deepseek-v3", rows)
+    assert [round(one["found"], 3) for one in found] == [1.25, 0.833, 0.92, 0.78, 500]
+    assert [one["reached"] for one in found] == [True, False, True, False, False]
+    assert len(targets("gpt-oss-120b", rows)) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "fault"),
+    [
+        ("pass", "", ""),
+        ("print('no such luck'); sys.exit(3)", "not possible here: no such luck", ""),
+        ("assert sys.argv[2] == '0', 'wrong counts'", "", "AssertionError: wrong counts"),
+    ],
+)
+def test_two_processes_that_fail_are_not_called_impossible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, reason: str, fault: str
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    from gpu_check_parts import processes
+
+    program = tmp_path / "rank.py"
+    program.write_text(f"import sys\n{body}\n")
+    monkeypatch.setattr(processes, "__file__", str(program))
+    found = processes.run_two(60.0)
+    assert found[0] == reason and found[1].endswith(fault) and bool(found[1]) == bool(fault)
+
+
+def test_the_stress_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    from gpu_check_parts.check import Check
+    from gpu_check_parts.transport import _stress
+
+    install()
+    check = Check(tmp_path / "cases.json", dry_run=True, seconds=0)
+    assert _stress(check, Run(SmBudget(4, communication=1)), 1000) == 8
 
 
 @pytest.mark.slow

@@ -186,6 +186,7 @@ def test_code_hashes_follow_what_is_compiled(tmp_path: Path, monkeypatch: pytest
         assert old in shared and hashed(kernel, shared.replace(old, new)) != before, old
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     """Spills, products on the plain units, and (3.6.0) a release that no barrier precedes."""
     for version in ("3.6.0", NEWEST):

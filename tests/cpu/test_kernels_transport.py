@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tessera_rt.errors import SpecError, TransportError
 from tessera_rt.kernels import transport_reference
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.operands import Run
-from tessera_rt.kernels.peer_memory import PeerMemory, virtual_ranks
+from tessera_rt.kernels.peer_memory import NO_USE, PeerMemory, virtual_ranks
 from tessera_rt.kernels.trace import Trace
 from tessera_rt.kernels.transport import PeerTransport
 from tessera_rt.kernels.transport_layout import Combine, Dispatch, Layout, Traffic
@@ -290,7 +291,7 @@ class LazyMemory:
 
     rank, world = 0, 1
 
-    def allocate(self, size: int) -> PeerMemory:
+    def allocate(self, size: int, use: Mapping[str, str] = NO_USE) -> PeerMemory:
         local = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         return PeerMemory(0, 1, local, torch.tensor([local.data_ptr()]))
 
@@ -338,3 +339,48 @@ def test_bad_arguments_are_named_before_anything_is_sent() -> None:
     with pytest.raises(SpecError, match=r"(?s)weights\.dtype.*x\.shape"):
         transport.dispatch(torch.zeros(3, 24), torch.zeros(4, 3).double(), placement)
     assert int(transport._begun[1]) == 0
+    for ids in (torch.ones(4, 3, dtype=torch.bool), torch.ones(4, 3, dtype=torch.uint64), torch.ones(4, 3)):
+        with pytest.raises(SpecError, match=r"ids\.dtype"):
+            transport.exchange(ids)
+    received = transport.dispatch(torch.zeros(4, 24), torch.zeros(4, 3), placement).wait()
+    y = torch.zeros(12, 24)
+    with pytest.raises(SpecError, match=r"(?s)position\.dtype.*router_gradient\.dtype"):
+        transport.combine(y, torch.zeros(4, 3), received, router_gradient=torch.zeros(4, 3).double())
+    assert int(transport._begun[2]) == 0
+
+
+def test_ranks_with_other_traffic_are_refused() -> None:
+    """Their memory is as large and is read otherwise: two rows a token come back here, one from each rank there."""
+    one, other = traffic_of("tokens-rows", 2, 4, top_k=2), traffic_of("tokens-reduced", 2, 4, top_k=2)
+    assert Layout.of(one) == Layout.of(other)
+    first, second = virtual_ranks(2)
+    PeerTransport(one, first)
+    with pytest.raises(SpecError, match=r"(?s)rank 1: 1 problem.*combine = 'reduced': must be rows, as on rank 0"):
+        PeerTransport(other, second)
+
+
+def test_a_placement_of_other_traffic_is_refused() -> None:
+    """Its rows could lie behind this transport's memory."""
+    wide = traffic_of("tokens-rows", 1, 64)
+    (given,) = rank_inputs(wide, (64,), torch.Generator().manual_seed(2))
+    large, small, again = (
+        PeerTransport(traffic, virtual_ranks(1)[0], run=ONE_PROGRAM, polls=100)
+        for traffic in (wide, replace(wide, capacity=2), wide)
+    )
+    placement = large.exchange(given.ids).wait()
+    before = small._memory.local.clone()
+    with pytest.raises(SpecError, match="capacity = '0': must be 2, this transport's"):
+        small.dispatch(given.x, given.weights, placement)
+    received = again.dispatch(given.x, given.weights, placement).wait()
+    with pytest.raises(SpecError, match="capacity = '0': must be 2, this transport's"):
+        small.dispatch_gradient(given.x, received)
+    with pytest.raises(SpecError, match="capacity = '0': must be 2, this transport's"):
+        small.combine(given.x, torch.zeros(2, 3, dtype=torch.int32), received)
+    assert torch.equal(small._memory.local, before)
+
+
+def test_ids_beyond_int32_are_not_sent() -> None:
+    transport = PeerTransport(traffic_of("tokens-rows", 1, 2), virtual_ranks(1)[0], run=ONE_PROGRAM, polls=100)
+    ids = torch.tensor([[1 << 32, (1 << 32) + 1, -(1 << 33)], [-(1 << 32) + 2, 2, 3]])
+    placement = transport.exchange(ids).wait()
+    assert placement.counts.tolist() == [[0, 0, 1]]

@@ -60,7 +60,7 @@ def test_results_by_rank_one_thread_each_output_in_logs(entries: ModuleType, tmp
     [
         ("killed", 3, 1, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)"),
         ("exits", 2, 0, "ended with exit code 3", "ended with exit code 3"),
-        ("silent", 2, 0, "ended without a result", "ended without a result"),
+        pytest.param("silent", 2, 0, *["ended without a result"] * 2, marks=pytest.mark.slow),
         ("raises", 2, 0, "failed with ValueError: the dog ate it", "ValueError in step 3, at 3B3: the dog ate it"),
     ],
 )
@@ -124,7 +124,9 @@ def test_a_rank_that_is_not_done_with_the_others_is_ended(entries: ModuleType, t
     assert not any(map(running, pids(tmp_path)))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_ranks_end_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     (tmp_path / "temporary").mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "temporary")}
@@ -200,6 +202,7 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Path) -> None:
         run_local(train, 2, (config, plan), timeout_s=600, grace_s=5, log_dir=tmp_path / "logs")
 
 
+@pytest.mark.slow
 def test_training_under_torchrun(tmp_path: Path) -> None:
     config, plan = small_run(tmp_path, pp=2)
     (tmp_path / "job").write_bytes(pickle.dumps((config, plan)))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +22,19 @@ from tessera_rt.kernels.options import Activation, Gate
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
 from tessera_rt.kernels.trace import Trace
 from tessera_rt.kernels.weights import ExpertWeights
-from tessera_rt.microbench import layer, products
-from tessera_rt.microbench.compare import Contender, compare
-from tessera_rt.microbench.machine import ClockReader, Machine, machine
+from tessera_rt.microbench import layer, products, puts
+from tessera_rt.microbench.compare import ComparedRow, Contender, compare
+from tessera_rt.microbench.machine import ClockReader, Clocks, Machine, machine, slowed_down
 from tessera_rt.microbench.overlap import OverlapResult, OverlapRow, Placement, overlap
 from tessera_rt.microbench.picture import draw_overlap
 from tessera_rt.microbench.problems import ExpertProblem, expert_problem
-from tessera_rt.microbench.results import overlap_result, save_result
+from tessera_rt.microbench.puts import dispatched_bytes, peer_dispatch
+from tessera_rt.microbench.results import link_figures, overlap_result, product_figures, save_result
 from tessera_rt.microbench.timing import Timing, stopwatch
-from tessera_rt.microbench.traffic import bench_traffic, copy
+from tessera_rt.microbench.traffic import bench_traffic, copy, shared_size
 from tessera_rt.microbench.user_functions import load_launch
 from tessera_rt.moe.backends import routed_experts
+from tessera_rt.testing.interpreter import launches
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(name="tiny", hidden=16, intermediate=24, experts=8, top_k=3)
@@ -50,7 +55,7 @@ def row(comm: int = 40, comp: int = 110, comp_all: int = 100, both: int = 130, *
         comm_in_both_ns=values["comm_in_both_ns"],
         comp_in_both_ns=values["comp_in_both_ns"],
         placement=None,
-        clocks=(None, None),
+        clocks=(),
     )
 
 
@@ -73,6 +78,21 @@ def test_a_lane_that_does_not_end_is_named() -> None:
         with pytest.raises(TransportError, match=r"rank 0 waited 0\.2 s for communication"):
             watch.both(lambda: release.wait(30), lambda: None)
         release.set()
+
+
+def test_a_lane_that_does_not_end_does_not_keep_the_process() -> None:
+    program = (
+        "import time\nfrom tessera_rt.microbench import overlap\ncalls = []\n"
+        "def comm(budget):\n    calls.append(1)\n    if len(calls) == 2:\n        time.sleep(1000)\n"
+        "overlap(comm, lambda budget: None, samples=1, warmup=0, timeout_s=0.1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "rank 0 waited 0.1 s for communication" in done.stderr
+
+
+def test_what_a_lane_raises_is_raised() -> None:
+    with stopwatch(CPU) as watch, pytest.raises(ZeroDivisionError):
+        watch.both(lambda: 1 // 0, lambda: None)
 
 
 def test_threads_are_restored() -> None:
@@ -156,7 +176,29 @@ def test_refused_sweeps(options: dict[str, object], field: str) -> None:
 def test_the_cpu_is_described_and_has_no_clocks() -> None:
     found, reader = machine(CPU), ClockReader(CPU)
     assert found.kind == "cpu" and found.sms >= 1 and torch.__version__ in found.versions
-    assert reader.read() is None and "no GPU" in reader.note
+    assert reader.read() == [] and "no GPU" in reader.note
+
+
+def test_clocks_are_read_around_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, between and after the rounds that count, and what slowed the GPU down is said."""
+    events: list[str] = []
+
+    def read(_: ClockReader) -> list[Clocks]:
+        events.append("clocks")
+        reasons = ("software power cap",) if events.count("clocks") == 2 else ()
+        return [Clocks(sm_mhz=1980, memory_mhz=2619, power_w=700.0, temperature_c=60, throttle=reasons)]
+
+    monkeypatch.setattr(ClockReader, "read", read)
+    contender = Contender(name="a", launch=lambda: events.append("sample"))
+    (found,) = compare("order", [contender], device=CPU, samples=2, warmup=1)
+    assert events == ["sample", *["clocks", "sample"] * 2, "clocks"]
+    assert len(found.as_row()["clocks"]) == 3
+    assert slowed_down(found.clocks) == ["the GPU was slowed down meanwhile: software power cap"]
+    assert slowed_down(found.clocks[:1]) == []
+    events.clear()
+    result = overlap(lambda _: None, lambda _: None, SmBudget(8, 3), samples=2, warmup=1, device=CPU)
+    assert len(result.rows[0].clocks) == events.count("clocks") == 3
+    assert "software power cap" in " ".join(overlap_result({"a": result}).notes)
 
 
 def test_compare_pairs_rounds() -> None:
@@ -238,6 +280,8 @@ def test_products_and_layer_are_timed() -> None:
     rows = products.bench_products(problem(), samples=1)
     assert [r.name for r in rows] == ["torch._grouped_mm", "one dense product"] * 4
     assert {r.flops for r in rows} == {2 * 39 * 48 * 16, 2 * 39 * 16 * 24}
+    grouped, dense = rows[:2]
+    assert grouped.bytes == 4 * (39 * (48 + 16) + 8 * 48 * 16) and dense.bytes == 4 * (39 * (48 + 16) + 48 * 16)
     forward, _, both, _ = layer.bench_layer(problem(), samples=1)
     assert forward.name == both.name == "Tessera" and both.flops == 3 * forward.flops
 
@@ -246,8 +290,9 @@ def test_copies_move_the_bytes() -> None:
     launch = copy(1001, device=CPU)
     copied = launch()
     assert isinstance(copied, Tensor) and copied.numel() == 1001
-    rows = bench_traffic([64, 128], device=CPU, samples=1)
-    assert [(r.name, r.bytes) for r in rows] == [("copy", 64), ("copy", 128)]
+    rows = bench_traffic("a title", 64, device=CPU, samples=1)
+    assert [(r.problem, r.name, r.bytes) for r in rows] == [("a title", "copy", 64)]
+    assert [shared_size(size, 3) for size in (1, 3, 4 << 20)] == [3, 3, (4 << 20) + 2]
     with pytest.raises(SpecError, match="size = 0"):
         copy(0, device=CPU)
 
@@ -297,6 +342,40 @@ def test_results_and_their_figures(tmp_path: Path) -> None:
     assert "link_bytes_per_s" not in overlap_result(sweeps).figures
     draw_overlap(sweeps, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5_000
+
+
+def test_figures_of_products_and_traffic() -> None:
+    """What ``tessera plan --costs`` takes: rates of the first problem only, and of the largest all-to-all."""
+
+    def compared(problem: str, name: str, ns: int, flops: int = 0, bytes: int = 0) -> ComparedRow:
+        return ComparedRow(
+            problem=problem, name=name, time=Timing(ns, 0.0, 3), ratio=1.0, flops=flops, bytes=bytes,
+            clocks=(),
+        )  # fmt: skip
+
+    rows = [
+        compared("first", "Tessera", 20, flops=1000),
+        compared("first", "torch._grouped_mm", 1, flops=1000),
+        compared("first", "one dense product", 10, flops=1000),
+        compared("second", "Tessera", 1, flops=1000),
+    ]
+    assert product_figures(rows) == pytest.approx({"grouped_gemm_flops_per_s": 5e10, "gemm_flops_per_s": 1e11})
+    assert product_figures(rows[1:2]) == {}
+    sent = [compared("a", "torch all-to-all", 100, bytes=800), compared("b", "torch all-to-all", 10, bytes=8)]
+    assert link_figures([*sent, compared("a", "copy", 1, bytes=800)], 4) == pytest.approx({"link_bytes_per_s": 6e9})
+    assert link_figures(sent, 1) == link_figures(rows, 4) == {}
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_measured_dispatch_sends_every_token_once_to_each_of_its_ranks() -> None:
+    made = replace(problem(tokens=9), experts=2)
+    contender = peer_dispatch(made, 3)
+    with launches() as log:
+        contender.launch()
+    assert Counter(launch.kernel for launch in log) == {"wait_kernel": 6, "rows_put_kernel": 3, "rows_take_kernel": 3}
+    _, ids, _ = puts._tokens(made, puts._traffic(made, 3))
+    copies = sum(len({expert // 2 for expert in of_token}) for of_token in ids.tolist())
+    assert 9 < copies < 27 and contender.bytes == dispatched_bytes(made, 3) == copies * 16 * 4
 
 
 def test_a_users_gate_is_not_needed_for_a_dense_shape() -> None:

@@ -200,6 +200,16 @@ def test_every_token_count(tokens: int) -> None:
     close(routed_experts(x, ids, weights, experts, GATES["relu2"]), x * x.abs())
 
 
+def test_nothing_is_made_on_another_device() -> None:
+    """All tensors inside are on the input's device, whatever torch makes by default."""
+    experts, ids, x = made_weights(bias=True), torch.tensor(ROUTED), double(7, 6).requires_grad_()
+    weights = double(7, 2, seed=2).requires_grad_()
+    expected = torch.autograd.grad(routed_experts(x, ids, weights, experts, Gate()).sum(), [x, weights])
+    with torch.device("meta"):
+        found = torch.autograd.grad(routed_experts(x, ids, weights, experts, Gate()).sum(), [x, weights])
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("reduce", ["sum", "cat", "transpose"])
 def test_any_strides_in_and_out(reduce: str) -> None:
     def reduced(y: Tensor) -> Tensor:
@@ -315,7 +325,10 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], field: str) -> None:
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def test_changing_counts_compile_at_most_twice() -> None:
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_changing_counts_compile_at_most_twice(fullgraph: bool) -> None:
+    """Case 74; without ``fullgraph`` a shape that depends on values would break the graph."""
+    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     experts = made_weights(experts=2, dtype=torch.float32)
     gate, weights = Gate(), torch.ones(8, 1)
@@ -323,7 +336,7 @@ def test_changing_counts_compile_at_most_twice() -> None:
     def layer(x: Tensor, ids: Tensor) -> Tensor:
         return routed_experts(x * 2, ids, weights, experts, gate) + 1
 
-    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    compiled = torch.compile(layer, backend=counter, fullgraph=fullgraph)
     for counts in ([8, 0], [0, 8], [4, 4], [1, 7], [3, 5], [8, 0]):
         ids = torch.tensor([0] * counts[0] + [1] * counts[1]).unsqueeze(1)
         x = double(8, 6).float().requires_grad_()
@@ -334,3 +347,26 @@ def test_changing_counts_compile_at_most_twice() -> None:
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
     assert counter.frame_count <= 2
+
+
+def test_kernels_are_one_step_to_the_compiler(interpreted: None) -> None:
+    """It does not look into launches: graphs around them, as many for any number of tokens."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    experts, gate = made_weights(experts=4, dtype=torch.float32), Gate()
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return routed_experts(x * 2, ids, weights, experts, gate, backend="triton") + 1
+
+    compiled, made = torch.compile(layer, backend=counter, dynamic=True), []
+    for tokens in (8, 5, 7, 6):
+        ids, weights = torch.arange(2 * tokens).view(tokens, 2) % 4, torch.rand(tokens, 2)
+        x, results = double(tokens, 6).float().requires_grad_(), []
+        for function in (compiled, layer):
+            out = function(x, ids, weights)
+            results.append((out, *torch.autograd.grad(out.square().sum(), [x, *tensors(experts)])))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        made.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert made[1] == made[3]

@@ -18,6 +18,7 @@ from tessera_rt.moe.config import MoEConfig
 from tessera_rt.moe.router import (
     Choice,
     TopKRouter,
+    _gradient_of_logits,
     balance_gradient,
     choose,
     expert_counts,
@@ -97,6 +98,20 @@ def test_the_written_gradient_is_that_of_autograd(rule: str) -> None:
         gradient, reference.topk_backward(upstream, logits, ids, RULES[rule]), rtol=1e-11, atol=1e-13
     )
     assert (gradient[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_choices_that_are_absent_get_no_gradient(rule: str) -> None:
+    """Ids outside 0 .. E - 1 beside others of the same token: as the kernels, and their reference."""
+    logits, top_k = double(4, 6), RULES[rule].top_k
+    ids, _ = choose(logits, RULES[rule])
+    ids[0, 0], ids[1, -1], ids[2] = -1, 6, -1
+    upstream = double(4, top_k, seed=2)
+    torch.testing.assert_close(
+        _gradient_of_logits(upstream, logits, ids, RULES[rule]),
+        reference.topk_backward(upstream, logits, ids, RULES[rule]),
+        rtol=1e-11, atol=1e-13,
+    )  # fmt: skip
 
 
 def test_gradients_reach_router_bias_and_input() -> None:

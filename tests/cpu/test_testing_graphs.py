@@ -8,11 +8,13 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 
 from tessera_rt.testing.graphs import Pool, StandInDevice, StandInGraph
 from tessera_rt.testing.graphs_memory import TensorRef
@@ -196,6 +198,17 @@ def test_what_no_graph_can_hold(device: StandInDevice, work: Callable[[Tensor], 
     with pytest.raises(CaptureRuleError, match=message):
         record(device, lambda: work(x))
     assert x.tolist() == x.cpu().numpy().tolist() and torch.tensor([1]).item() == 1, "allowed again after the capture"
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_collectives_are_refused_and_not_dropped(device: StandInDevice, functional: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.ones(3)
+        with pytest.raises(CaptureRuleError, match=r"c10d.*all_?reduce.* is a collective.*test_testing_graphs"):
+            record(device, lambda: all_reduce(x, "sum", dist.group.WORLD) if functional else dist.all_reduce(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_replay_of_what_was_not_captured(device: StandInDevice) -> None:

@@ -48,6 +48,7 @@ def test_constraint_programming_agrees_with_the_search(bench: ModuleType, seed: 
     assert [bench.cp_sat_reaches(*made, best.value - less) for less in (0, 1)] == [True, False]
 
 
+@pytest.mark.slow
 def test_rows_tables_and_picture(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_closed_forms_are_matched_exactly(bench: ModuleType) -> None:
     rows = bench.closed_forms()
     assert [row["simulated"] for row in rows] == [33, 33, 28.5, 27, 10, 10]

@@ -65,7 +65,10 @@ def test_what_was_not_measured_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"machine": {"kind": "cpu", "name": "x", "sms": 2, "versions": ""}}, "machine.kind"),
+        (
+            {"machine": {"kind": "cpu", "name": "x", "sms": 2, "versions": ""}},
+            "machine.kind = 'cpu': must be cuda; a CPU's",
+        ),
         ({"machine": {"kind": "cuda", "name": "x", "sms": 148, "versions": ""}}, "machine.sms"),
         ({"figures": {}}, "figures"),
         ({"figures": {"contention": -1}}, "figures.contention"),
@@ -73,6 +76,7 @@ def test_what_was_not_measured_stays(tmp_path: Path) -> None:
         ({"figures": {"comm_sms": 132}}, "figures.comm_sms"),
         ({"figures": {"grouped_gemm_flops_per_s": 1e18}}, "figures.grouped_gemm_flops_per_s"),
         ({"tessera_bench": 2}, "tessera_bench"),
+        ({"dtype": "fp32"}, "dtype = 'fp32': must be bf16"),
     ],
 )
 def test_refused_results(tmp_path: Path, changes: dict[str, Any], field: str) -> None:

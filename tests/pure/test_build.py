@@ -293,6 +293,19 @@ def test_baselines_are_never_faster_than_the_plan() -> None:
         assert plan_with(bounds, model, mesh, costs, microbatches=16).solver.step_ns >= best.solver.step_ns
 
 
+def test_a_plan_says_that_the_time_was_up_while_it_was_tuned() -> None:
+    """Where a machine is slow or busy its plan may be another: its reader must know."""
+    model = moe_model(8)
+    costs = random_costs(model, 1)
+
+    def method(time_limit_s: float, evaluations: int) -> str:
+        request = {"microbatches": 8, "method": "align", "time_limit_s": time_limit_s, "evaluations": evaluations}
+        return build_plan(model, Mesh(pp=2, vpp=2), costs, **request).solver.method  # type: ignore[arg-type]
+
+    assert "(the time was up while tuning)" in method(0.0, 20)
+    assert "time was up" not in method(LONG, 20) + method(0.0, 0)
+
+
 def test_planning_imports_no_torch() -> None:
     code = (
         "import sys\n"

@@ -168,8 +168,8 @@ def test_check_counts_up_to_no_edited_number(edit: object, words: tuple[str, ...
     ],
 )
 def test_sizes_are_bounded(option: str, field: str, model_file: Path) -> None:
-    args = ("--partitioner", "chain-dp", option, 999999999999)
-    refused(run("plan", model_file, *args), field, "from 1 to")
+    args = (option, 999999999999)
+    refused(run("plan", model_file, "--partitioner", "chain-dp", *args), field, "from 1 to")
     refused(run("simulate", model_file, *args, "--schedules", "all"), "from 1 to")
 
 

@@ -116,6 +116,15 @@ def test_bad_counts_are_refused(tmp_path: Path) -> None:
     negative[0, 1, 2, 3] = -1
     assert "least -1" in read("negative.json", json.dumps({"counts": negative.tolist()}))
     assert "float64" in read("half.json", json.dumps({"counts": (negative + 0.5).tolist()}))
+    rows = np.full((2, 2, 8, 16), 1)
+    rows[1, 0] = 0
+    rows[0, 1, 3] = WORK.tokens
+    said = read("other.json", json.dumps({"counts": rows.tolist()}))
+    most = WORK.tokens * 2
+    assert (
+        f"layer 0, micro-batch 1, rank 3 = '{16 * WORK.tokens} rows': must be at most" in said and f"= {most};" in said
+    )
+    assert "layer 1, micro-batch 0 = 'no rows': must be at least one" in said
     with pytest.raises(ScheduleError, match="entry counts"):
         load_counts(tmp_path / "nowhere.json", model, WORK, microbatches=2)
 
