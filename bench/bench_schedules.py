@@ -45,7 +45,7 @@ NO_OVERLAP, FIXED, ZB_V = "interleaved 1F1B, no overlap", "Megatron's fixed pair
 MOST_HELD = 1.25
 SENSITIVITY = "sensitivity"
 PARTS = ("64", "32", SENSITIVITY)
-EVALUATIONS = 1600
+EVALUATIONS, SEEDS = 1600, 4
 Row = dict[str, Any]
 
 
@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one model, 16 micro-batches, no files")
     parser.add_argument("--only", nargs="+", choices=[s.name for s in SUBJECTS], help="these models only")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="these parts only")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="partitions tried for each tuned line")
+    parser.add_argument(
+        "--evaluations", type=int, default=EVALUATIONS, help=f"partitions tried for each tuned line, {SEEDS} times"
+    )
     given = parser.parse_args(arguments)
     device, out = load_device(DEVICE), Console(width=170)
     out.print(
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     out.print("No recomputation; memory is reported, not limited. Combine reduced; contention as in the device file.")
     if given.quick:
-        report(rows_of(SUBJECTS[0], device, 16, min(given.evaluations, 50), Known()), out)
+        report(rows_of(SUBJECTS[0], device, 16, min(given.evaluations, 50), 1, Known()), out)
         return
     known = {subject.name: Known() for subject in SUBJECTS}
     for part in given.parts:
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows = sensitivity_of(subject, device, given.evaluations // 4)
                 out.print(sensitivity_table(rows))
             else:
-                rows = rows_of(subject, device, int(part), given.evaluations, known[subject.name])
+                rows = rows_of(subject, device, int(part), given.evaluations, SEEDS, known[subject.name])
                 report(rows, out)
             seconds = time.process_time() - began
             out.print(f"{subject.name}, {part}: {seconds:.0f} s of CPU")
@@ -117,17 +119,28 @@ def report(rows: Sequence[Row], out: Console) -> None:
     out.print(*claims(rows), sep="\n", style="bold")
 
 
-def rows_of(subject: Subject, device: DeviceSpec, microbatches: int, evaluations: int, known: Known) -> list[Row]:
+def rows_of(
+    subject: Subject, device: DeviceSpec, microbatches: int, evaluations: int, seeds: int, known: Known
+) -> list[Row]:
     """The rows of a model. ``known``: of its rows for other numbers of micro-batches."""
     model, costs = costs_of(subject, device)
     found = [
         row_of(subject, compared, device)
         for compared in compare(
-            model, costs, pp=PP, vpp=subject.vpp, microbatches=microbatches, evaluations=evaluations, known=known
+            model,
+            costs,
+            pp=PP,
+            vpp=subject.vpp,
+            microbatches=microbatches,
+            evaluations=evaluations,
+            seeds=seeds,
+            known=known,
         )
     ]
     fixed = next(row["activation_bytes"] for row in found if row["schedule"] == FIXED)
-    return [{**row, "held_over_fixed": row["activation_bytes"] / fixed, "evaluations": evaluations} for row in found]
+    return [
+        {**row, "held_over_fixed": row["activation_bytes"] / fixed, "evaluations": evaluations * seeds} for row in found
+    ]
 
 
 def costs_of(subject: Subject, device: DeviceSpec) -> tuple[ModelSpec, CostTable]:

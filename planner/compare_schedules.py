@@ -154,12 +154,14 @@ def compare(
     schedules: Sequence[Schedule] = SCHEDULES,
     contention: float | None = None,
     evaluations: int = EVALUATIONS,
+    seeds: int = 1,
     known: Known | None = None,
 ) -> Iterator[Compared]:
     """The schedules one by one, in their order. ``vpp``: stages a rank of the templates that leave it open.
 
     Schedules whose rules the sizes break are left out (``refusal`` says why). ``contention`` None: that of the costs.
-    ``evaluations``: partitions that tuning looks at for a line; it also starts from those of the lines before.
+    ``evaluations``: partitions that tuning looks at for a line, with each of so many ``seeds``; it also starts from
+    those of the lines before.
     ``known``: of a comparison of the same model and costs with another number of micro-batches.
     """
     costs = replace(costs, contention=contention_rate(costs, contention))
@@ -169,7 +171,7 @@ def compare(
             template = _template(schedule, pp, vpp, microbatches)
             starts = known.starts.setdefault(template.name, [])
             setting = _setting(schedule, template, model, costs, known)
-            compared = _compared(schedule, setting, microbatches, starts, evaluations)
+            compared = _compared(schedule, setting, microbatches, starts, evaluations, seeds)
             if schedule.partition == "tuned":
                 starts.append(compared.bounds)
             yield compared
@@ -217,7 +219,7 @@ def _setting(schedule: Schedule, template: Template, model: ModelSpec, costs: Co
 
 
 def _compared(
-    schedule: Schedule, setting: Setting, microbatches: int, starts: Sequence[Bounds], evaluations: int
+    schedule: Schedule, setting: Setting, microbatches: int, starts: Sequence[Bounds], evaluations: int, seeds: int
 ) -> Compared:
     template, model, costs = setting.template, setting.model, setting.costs
     if schedule.template == "dualpipe":
@@ -235,12 +237,11 @@ def _compared(
     else:
         if schedule.partition == "tuned":
             # A pool comes after the partition: a line before may have tuned that already.
-            bounds = _tuned(setting, starts, 0 if schedule.w_pool and starts else evaluations)
+            bounds = _tuned(setting, starts, 0 if schedule.w_pool and starts else evaluations, seeds)
         else:
             bounds = _bounds(schedule, model, costs, template.stage_ranks)
         if schedule.w_pool:
-            room = max(rank.activations + rank.pending_w for rank in setting.memory.of(bounds))
-            setting = setting.with_template(with_pools(setting, bounds, round(POOL_SHARE * room)).template)
+            setting, bounds = _pooled(setting, bounds, evaluations // 4)
         memory = setting.memory.of(bounds)
         peak, activations = (max(rank.peak for rank in memory), _held(setting.memory, bounds))
         held = max(held_chunks(setting.template)) / template.vpp
@@ -275,7 +276,20 @@ def _compared(
     )
 
 
-def _tuned(setting: Setting, starts: Sequence[Bounds], evaluations: int) -> Bounds:
+def _pooled(setting: Setting, bounds: Bounds, evaluations: int) -> tuple[Setting, Bounds]:
+    """The setting with W pools, and a partition that is tuned to such pools if that is faster."""
+    first = _with_pools(setting, bounds)
+    tuned = step_tuned(first, [bounds], evaluations)
+    second = _with_pools(setting, tuned)
+    return min(((first, bounds), (second, tuned)), key=lambda found: found[0].step_ns(found[1]))
+
+
+def _with_pools(setting: Setting, bounds: Bounds) -> Setting:
+    room = max(rank.activations + rank.pending_w for rank in setting.memory.of(bounds))
+    return setting.with_template(with_pools(setting, bounds, round(POOL_SHARE * room)).template)
+
+
+def _tuned(setting: Setting, starts: Sequence[Bounds], evaluations: int, seeds: int) -> Bounds:
     """The fastest partition found, not slower than the balanced ones and ``starts``."""
     ranks = setting.template.stage_ranks
     named = [
@@ -284,7 +298,7 @@ def _tuned(setting: Setting, starts: Sequence[Bounds], evaluations: int) -> Boun
         serial_balanced(setting.model, setting.costs, ranks),
         balanced(setting.quick, ranks),
     ]
-    return step_tuned(setting, [bounds for bounds in named if bounds is not None], evaluations)
+    return step_tuned(setting, [bounds for bounds in named if bounds is not None], evaluations, seeds=seeds)
 
 
 def _held(memory: MemoryModel, bounds: Bounds) -> int:

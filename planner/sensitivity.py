@@ -157,10 +157,7 @@ def _partitions(
         ("equal layers", equal_layers(model, len(plan.stages))),
         *moved[:rivals],
     ]
-    method = next((entry.method for key, entry in plan.interleavings.items() if ";" in key), "align")
-    pairs = PairCosts(
-        model, costs, method=method if method in ("fifo", "align", "defer", "exact", "megatron") else "align"
-    )
+    pairs = PairCosts(model, costs, method=_method(plan))
     actions: dict[str, Action] = {action.key: action for row in plan.actions for action in row}
     seen = {own}
     for name, found in others:
@@ -170,3 +167,12 @@ def _partitions(
         if all(peak <= limit for peak, limit in zip(memory.peaks(found), limits, strict=True)):
             chunks = ranges(found)
             yield name, (found, {key: pairs.interleaving(action, chunks) for key, action in actions.items()})
+
+
+def _method(plan: Plan) -> str:
+    """The method that ordered the plan's pairs: an interleaving is named by whose order it is, which may be a weaker
+    method's."""
+    found = {entry.method for key, entry in plan.interleavings.items() if ";" in key}
+    if found & {"exact", "contended"}:
+        return "exact"
+    return next((method for method in ("megatron", "defer", "align", "fifo") if method in found), "align")

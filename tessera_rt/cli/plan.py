@@ -10,11 +10,13 @@ import typer
 
 from tessera_rt.cli import context as cli_context
 from tessera_rt.cli import tables as cli_tables
-from tessera_rt.cli.output import RequestError, Written, console, emit, ms, output_path
+from tessera_rt.cli.output import RequestError, Written, console, emit, gib, ms, output_path
 from tessera_rt.cli.search import refusals, search_rows, search_table, searched
 from tessera_rt.errors import Problem
 from tessera_rt.files.plan_files import save_plan
 from tessera_rt.planner.explain import explain
+from tessera_rt.planner.memory import MemoryModel
+from tessera_rt.planner.memory_timeline import template_of
 from tessera_rt.planner.plan_grid import AXES
 from tessera_rt.scheduler.draw import split_table
 from tessera_rt.scheduler.simulate import simulate
@@ -123,7 +125,8 @@ Examples:
   tessera plan qwen3-next-80b --pp 8 --ep 32 --microbatches 32 --search --over vpp=1,2 --over template=1f1b,dualpipe-v
 """
 CHECK_EXAMPLES = """\
-Check a plan file, also against its model where that is known. Ends with 4 and every problem if it is faulty.
+Check a plan file, also against its model where that is known. Ends with 4 and every problem if it is faulty. Memory \
+and step time that its order and costs no longer give, as after an edit, are noted.
 
 Examples:
 
@@ -253,8 +256,9 @@ def check(
 ) -> None:
     opened = cli_context.open_plan(plan, model)
     held = f"and fits {opened.model.name}" if opened.model else f"(model {opened.plan.model} not at hand: not compared)"
+    notes = _stale_figures(opened)
     if json:
-        row = {"plan": str(opened.path), "ok": True, "model_compared": opened.model is not None}
+        row = {"plan": str(opened.path), "ok": True, "model_compared": opened.model is not None, "notes": notes}
         emit({"rows": [row]})
         return
     made = opened.plan
@@ -263,3 +267,23 @@ def check(
         f"{opened.path} is sound {held}: {len(made.stages)} stages on {made.mesh.pp} pipeline ranks, "
         f"{made.mesh.world} ranks in all, {made.microbatches} micro-batches{step}"
     )
+    for note in notes:
+        console().print(f"note: {note}")
+
+
+def _stale_figures(opened: cli_context.Opened) -> list[str]:
+    """What a plan says of its memory and step, where its order and costs (if they are at hand) give something else."""
+    made, model, costs = opened.plan, opened.model, opened.costs
+    if model is None or costs is None:
+        return []
+    notes = []
+    bounds = (*(stage.start for stage in made.stages), made.stages[-1].stop)
+    for rank, found in enumerate(MemoryModel(model, costs, template_of(made)).of(bounds)):
+        said = made.memory[rank]
+        if said.peak != found.peak:
+            over = f", more than its limit of {gib(said.limit)}" if found.peak > said.limit > 0 else ""
+            notes.append(f"memory of rank {rank} is {gib(found.peak)}{over}; the plan says {gib(said.peak)}")
+    step_ns = simulate(made, model, costs).step_ns
+    if step_ns != made.solver.step_ns:
+        notes.append(f"the simulated step is {ms(step_ns)} ms; the plan says {ms(made.solver.step_ns)} ms")
+    return notes

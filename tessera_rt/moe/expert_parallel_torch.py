@@ -83,13 +83,18 @@ class _Graph:
 
 
 def _graph(rows: Tensor, offsets: Tensor, experts: ExpertWeights, gate: Gate) -> _Graph:
-    with torch.enable_grad():
+    # What it saves stays as it is: hooks of activation checkpointing would run the whole region again for it alone.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
         x = rows.detach().requires_grad_()
         tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
         leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
         assert leaves[0] is not None and leaves[1] is not None
         y = _rows(x, offsets, ExpertWeights(leaves[0], leaves[1], leaves[2], leaves[3]), gate)
     return _Graph(y, (x, *(leaf for leaf in leaves if leaf is not None)))
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _rows(rows: Tensor, offsets: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:

@@ -12,7 +12,6 @@ from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.routing import Routed, expert_rows, route_rows
 from tessera_rt.kernels.weights import ExpertWeights
 
-
 _opaque: Any = torch.compiler.disable(  # type: ignore[no-untyped-call, unused-ignore]
     reason="kernels are launched with settings of their own: compile without fullgraph"
 )
@@ -27,12 +26,12 @@ class TritonBackend:
     def __repr__(self) -> str:
         return "TritonBackend()"
 
-    @_opaque
+    @_opaque  # type: ignore[untyped-decorator, unused-ignore]
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:
         placed = route_rows(ids.detach(), experts.gate_up.shape[0])
         return expert_mlp(x, experts, placed, weights.float(), gate)
 
-    @_opaque
+    @_opaque  # type: ignore[untyped-decorator, unused-ignore]
     def grouped(self, rows: Tensor, offsets: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:
         count = rows.shape[0]
         # Each row is a token with one choice: itself, as long as it belongs to somebody.

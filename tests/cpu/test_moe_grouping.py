@@ -107,3 +107,12 @@ def test_large_buffers_are_ordinary_tensors() -> None:
         del large
         assert (view == 2.0).all()
     assert large_empty(torch.Size((0, 4)), torch.bfloat16, torch.device("cpu")).shape == (0, 4)
+
+
+def test_groups_are_made_on_the_device_of_the_ids() -> None:
+    """Whatever torch makes by default: what is made without a device would meet tensors of another."""
+    ids = torch.tensor([[0, 2], [2, 3], [-1, 0]])
+    with torch.device("meta"):
+        found = group_choices(ids, 4, 1000)
+    expected = group_choices(ids, 4, 1000)
+    assert torch.equal(found.source, expected.source) and torch.equal(found.position, expected.position)

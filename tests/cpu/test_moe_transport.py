@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tessera_rt.cuda_graphs.capture import capture
 from tessera_rt.errors import SpecError
 from tessera_rt.kernels.transport_layout import Combine, Dispatch, Traffic
 from tessera_rt.moe import MoE, MoEConfig, RouterRule
+from tessera_rt.moe.checkpointing import save_routing
 from tessera_rt.moe.expert_parallel_collective import CollectiveExpertParallel
 from tessera_rt.testing.graphs import StandInDevice
 from tessera_rt.testing.worker_pool import RankContext, WorkerPool
@@ -129,6 +131,19 @@ def test_a_captured_layer_whose_capacity_overflows_is_run_again(interpreted: Non
         for mine, theirs in zip(*results, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert redone == [6, 3]
+
+
+@pytest.mark.parametrize("how", [{}, {"context_fn": save_routing}])
+def test_activation_checkpointing(how: dict[str, Any]) -> None:
+    layer = MoE(CONFIG, transport=CollectiveExpertParallel(traffic_of(1, 6), None), dtype=torch.float64)
+    x = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x).square().sum(), leaves)
+    runs = []
+    layer.register_forward_hook(lambda *_: runs.append(1))
+    y = checkpoint(layer, x, use_reentrant=False, **how)
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), leaves), expected))
+    assert len(runs) <= 2, "run again once, not once more for the experts"
 
 
 def test_what_does_not_fit_is_named_and_copies_share_the_transport() -> None:

@@ -19,7 +19,9 @@ from tessera_rt.cli.simulate import simulate
 from tessera_rt.cli.tables import rates
 from tessera_rt.costs import Recompute, Workload
 from tessera_rt.files.model_files import model_to_yaml
+from tessera_rt.files.plan_files import save_plan
 from tessera_rt.plan import Plan
+from tessera_rt.scheduler.templates import build_template
 from tessera_rt.testing.costs import moe_model
 
 MODEL = replace(moe_model(6, dense_first=1, shared=True), vocab=256, context=64)
@@ -144,6 +146,25 @@ def test_exports_and_imports_that_cannot_be(model_file: Path, tmp_path: Path) ->
     refused(run(*plan_it, "--template", tmp_path / "none.csv"), "--template", "a file that exists")
     (tmp_path / "bad.csv").write_text("0F0,hello\n")
     refused(run(*plan_it, "--template", tmp_path / "bad.csv"), "row 1, column 2", "hello")
+
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+
+def test_figures_that_an_edit_left_behind_are_noted(model_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run("plan", model_file, *EDGES, "--template", "interleaved-1f1b", "-o", path).exit_code == OK
+    check = ("check", path, "--model", model_file)
+    assert parsed(run(*check, "--json"))["rows"][0]["notes"] == [] and "note:" not in run(*check).stdout
+    made = load_plan(path)
+    gpipe = build_template("gpipe", pp=2, vpp=2, microbatches=8, joint=False)
+    stages = tuple(replace(stage, slots=8) for stage in made.stages)
+    memory = tuple(replace(rank, limit=rank.peak) for rank in made.memory)
+    save_plan(replace(made, actions=gpipe.actions, stages=stages, memory=memory), path)
+    said = run(*check).stdout
+    assert "is sound" in said and said.count("more than its limit of") == 2 and "the simulated step is" in said
+    notes = parsed(run(*check, "--json"))["rows"][0]["notes"]
+    assert len(notes) == 3 and "memory of rank 0 is" in notes[0]
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------

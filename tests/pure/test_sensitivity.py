@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tessera_rt.costs import TaskCost
 from tessera_rt.errors import ScheduleError
 from tessera_rt.plan import Mesh
+from tessera_rt.planner import sensitivity as module
 from tessera_rt.planner.build import plan_with
+from tessera_rt.planner.pair_costs import PairCosts
 from tessera_rt.planner.sensitivity import sensitivity
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.testing.costs import dense_model, item_costs
@@ -47,6 +50,31 @@ def test_partitions_over_the_limit_are_no_rivals() -> None:
     memory = {label: replace(m, weights=10) for label, m in costs.memory.items()}
     effects = sensitivity(tight, MODEL, replace(costs, memory=memory), error=0.9)
     assert {effect.best for effect in effects} == {"plan"}
+
+
+@pytest.mark.parametrize(
+    ("named", "method"), [("contended", "exact"), ("align", "exact"), ("fifo", "exact"), (None, "align")]
+)
+def test_rivals_have_orders_by_the_method_of_the_plan(
+    named: str | None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever one pair's order is called: the search for the optimum may have found nothing better than a weaker
+    method's."""
+    costs = item_costs(MODEL, {"HEAD": (100, 100, 100)}, default=(100, 100, 100))
+    plan = plan_with((0, 4, 7), MODEL, Mesh(pp=2), costs, microbatches=8)
+    first, *others = [key for key in plan.interleavings if ";" in key]
+    assert others
+    names = {first: named or "align"} | dict.fromkeys(others, "exact" if named else "align")
+    changed = {key: replace(plan.interleavings[key], method=name) for key, name in names.items()}
+    asked: list[str] = []
+
+    def recorded(*args: Any, method: str) -> PairCosts:
+        asked.append(method)
+        return PairCosts(*args, method=method)
+
+    monkeypatch.setattr(module, "PairCosts", recorded)
+    sensitivity(replace(plan, interleavings={**plan.interleavings, **changed}), MODEL, costs)
+    assert asked == [method]
 
 
 def test_mistakes_are_named() -> None:
