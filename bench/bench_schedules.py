@@ -30,12 +30,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from tessera_rt.cli.tables import rates
 from tessera_rt.cost_sources.device import DeviceSpec, load_device
 from tessera_rt.cost_sources.roofline import roofline_costs
 from tessera_rt.costs import CostTable, Workload
 from tessera_rt.files.model_files import load_model
 from tessera_rt.model_spec import ModelSpec
-from tessera_rt.planner.compare_schedules import SCHEDULES, Compared, Known, compare
+from tessera_rt.planner.compare_schedules import OUR_TITLES, SCHEDULES, Compared, Known, compare
 from tessera_rt.tasks import TaskKind, parse_task_name
 
 RESULTS = Path(__file__).with_name("results")
@@ -58,6 +59,10 @@ class Subject:
     tokens: int
     context: int
     vpp: int
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(tokens=self.tokens, context=self.context, ep=EP, combine="reduced")
 
 
 SUBJECTS = (
@@ -125,7 +130,7 @@ def rows_of(
     """The rows of a model. ``known``: of its rows for other numbers of micro-batches."""
     model, costs = costs_of(subject, device)
     found = [
-        row_of(subject, compared, device)
+        row_of(subject, compared, device, model)
         for compared in compare(
             model,
             costs,
@@ -145,11 +150,10 @@ def rows_of(
 
 def costs_of(subject: Subject, device: DeviceSpec) -> tuple[ModelSpec, CostTable]:
     model = load_model(subject.preset)
-    workload = Workload(tokens=subject.tokens, context=subject.context, ep=EP, combine="reduced")
-    return model, roofline_costs(model, workload, device)
+    return model, roofline_costs(model, subject.workload, device)
 
 
-def row_of(subject: Subject, compared: Compared, device: DeviceSpec) -> Row:
+def row_of(subject: Subject, compared: Compared, device: DeviceSpec, model: ModelSpec) -> Row:
     split, step = compared.timeline.mean_split(), compared.timeline.step_ns
     return {
         "model": subject.name,
@@ -171,8 +175,14 @@ def row_of(subject: Subject, compared: Compared, device: DeviceSpec) -> Row:
         "activation_bytes": compared.activation_bytes,
         "peak_bytes": compared.peak_bytes,
         "bounds": compared.bounds,
-        "tokens_per_s": compared.tokens_per_s,
-        "mfu": compared.mfu(device.peak_flops["bf16"]),
+        **rates(
+            model,
+            subject.workload,
+            compared.microbatches,
+            ranks=PP,
+            step_ns=step,
+            peak=device.peak_flops[subject.workload.dtype],
+        ),
     }
 
 
@@ -213,7 +223,7 @@ def ours(rows: Sequence[Row], *, can_run: bool) -> Row:
     allowed = [
         row
         for row in rows
-        if "tuned" in row["schedule"]
+        if any(row["schedule"].startswith(f"{title}, tuned") for title in OUR_TITLES)
         and "tapered" not in row["schedule"]  # it changes the batch
         and row["held_over_fixed"] <= MOST_HELD
         and not (can_run and row["simulate_only"])
@@ -250,7 +260,7 @@ def sensitivity_of(subject: Subject, device: DeviceSpec, evaluations: int) -> li
     rows: list[Row] = []
     for comm, comp in ((0.8, 1.0), (1.2, 1.0), (1.0, 0.8), (1.0, 1.2)):
         found = [
-            row_of(subject, compared, device)
+            row_of(subject, compared, device, model)
             for compared in compare(
                 model,
                 scaled_costs(costs, comm, comp),

@@ -17,9 +17,9 @@ from functools import partial
 from types import MappingProxyType
 
 from tessera_rt.costs import CostTable, Recompute
-from tessera_rt.errors import PlanError, Problem
+from tessera_rt.errors import PlanError, Problem, ScheduleError
 from tessera_rt.model_spec import ItemKind, ModelSpec
-from tessera_rt.plan import ActionKind, CostAssumptions, Mesh, Plan, SolverStatus, Stage
+from tessera_rt.plan import TAPERED_ENDS, ActionKind, CostAssumptions, Mesh, Plan, SolverStatus, Stage
 from tessera_rt.plan_check import check_plan
 from tessera_rt.planner.candidates import Bounds, check_bounds, ranges
 from tessera_rt.planner.least import Found, Options, t_dom_bound
@@ -65,6 +65,7 @@ def build_plan(
     group: int | None = None,
     w_pool: int = 0,
     moe_halves: bool = False,
+    tapered: int = 0,
     evaluations: int | None = None,
 ) -> Plan:
     """The plan of one training step; it has passed ``check_plan``.
@@ -78,6 +79,11 @@ def build_plan(
     gradients held back to the end of the step (``weight_pool.py``), 0 for none. ``moe_halves``: MoE layers of passes
     that run alone go in two halves; such a plan can only be simulated. ``evaluations``: partitions that tuning the step
     looks at (None: by the step's length).
+
+    ``tapered``: so many micro-batches at either end of the step have half the tokens of a full one: 2 x ``tapered``
+    small ones in place of ``tapered`` of the ``microbatches`` full ones. The step keeps its tokens, but divided among
+    other micro-batches, and its order is that of ``microbatches`` + ``tapered``, which must suit the template; such a
+    plan can only be simulated (``scheduler.part_costs`` says what small ones take).
 
     ``patterns``: orders given for pairs of chunks (``scheduler.patterns``); the plan notes those that it cannot use.
 
@@ -108,9 +114,10 @@ def build_plan(
         window=window,
         time_limit_s=time_limit_s,
         w_pool=w_pool,
+        tapered=tapered,
         evaluations=evaluations,
     )
-    order = _order(template, mesh, microbatches, joint, pad, group)
+    order = _order(template, mesh, microbatches, tapered, joint, pad, group)
     if moe_halves:
         _check_halves(order)
     patterns = tuple(patterns)
@@ -128,6 +135,8 @@ def build_plan(
     for make in makers:
         table = make()
         check_costs(model, mesh, table)
+        if tapered:
+            _check_halvable(tapered, table)
         setting = Setting(
             model,
             table,
@@ -136,6 +145,7 @@ def build_plan(
             method=order.interleaving or method,
             patterns=patterns,
             halves=moe_halves,
+            tapered=tapered,
         )
         if bounds is not None:
             if setting.excess(bounds):
@@ -204,20 +214,41 @@ def _check_halves(order: Template) -> None:
         raise PlanError.of("plan request", [Problem("moe_halves", True, allowed, "take an order of joint pairs")])
 
 
+def _check_halvable(tapered: int, costs: CostTable) -> None:
+    tokens = costs.workload.tokens
+    if tokens % 2:
+        allowed = f"0 with an odd number of tokens of a micro-batch ({tokens}): small ones have half of them"
+        raise PlanError.of("plan request", [Problem("tapered", tapered, allowed, "take an even number of tokens")])
+
+
 def _order(
-    template: str | Template | None, mesh: Mesh, microbatches: int, joint: bool, pad: str, group: int | None
+    template: str | Template | None,
+    mesh: Mesh,
+    microbatches: int,
+    tapered: int,
+    joint: bool,
+    pad: str,
+    group: int | None,
 ) -> Template:
+    passes = microbatches + tapered
+    counted = "microbatches + tapered" if tapered else "microbatches"
     if not isinstance(template, Template):
         name = template or ("1f1b" if mesh.vpp == 1 else "interleaved-1f1b")
-        return build_template(
-            name, pp=mesh.pp, vpp=mesh.vpp, microbatches=microbatches, joint=joint, pad=pad, group=group
-        )
+        try:
+            return build_template(
+                name, pp=mesh.pp, vpp=mesh.vpp, microbatches=passes, joint=joint, pad=pad, group=group
+            )
+        except ScheduleError as error:
+            if not tapered:
+                raise
+            problems = [replace(p, field=counted) if p.field == "microbatches" else p for p in error.problems]
+            raise ScheduleError.of("template", problems) from None
     problems = [
         Problem(field, asked, f"{has}, as in template {template.name}")
         for field, asked, has in (
             ("mesh.pp", mesh.pp, template.pp),
             ("mesh.vpp", mesh.vpp, template.vpp),
-            ("microbatches", microbatches, template.microbatches),
+            (counted, passes, template.microbatches),
         )
         if asked != has
     ]
@@ -258,6 +289,15 @@ def size_problems(mesh: Mesh, microbatches: int) -> list[Problem]:
     return problems
 
 
+def _taper_problems(mesh: Mesh, microbatches: int, tapered: int) -> list[Problem]:
+    if not isinstance(tapered, int) or isinstance(tapered, bool) or not 0 <= tapered <= microbatches:
+        allowed = f"an integer from 0 to microbatches ({microbatches})"
+        remedy = "2 x tapered small micro-batches take the place of tapered full ones"
+        return [Problem("tapered", tapered, allowed, remedy)]
+    too_large = size_problems(mesh, microbatches + tapered)
+    return [replace(problem, field="microbatches + tapered") for problem in too_large]
+
+
 def _check_request(
     mesh: Mesh,
     *,
@@ -269,9 +309,10 @@ def _check_request(
     window: int | None,
     time_limit_s: float,
     w_pool: int,
+    tapered: int,
     evaluations: int | None,
 ) -> None:
-    problems = size_problems(mesh, microbatches)
+    problems = size_problems(mesh, microbatches) or _taper_problems(mesh, microbatches, tapered)
     if memory_limit is not None and memory_limit < 1:
         problems.append(Problem("memory_limit", memory_limit, "a number of bytes of at least 1, or None"))
     choices = (
@@ -326,7 +367,7 @@ def _assemble(
         fingerprint=setting.model.fingerprint,
         mesh=mesh,
         template=setting.template.name,
-        microbatches=setting.template.microbatches,
+        microbatches=setting.template.microbatches - setting.tapered,
         stages=_stages(setting.template, bounds),
         actions=setting.template.actions,
         interleavings=setting.interleavings(bounds),
@@ -346,6 +387,7 @@ def _assemble(
         ),
         pad=setting.template.pad,
         shadows=setting.template.shadows,
+        tapered=setting.tapered,
         simulate_only=_simulate_only(setting, mesh),
     )
 
@@ -390,5 +432,6 @@ def _simulate_only(setting: Setting, mesh: Mesh) -> tuple[str, ...]:
         "mtp": any(item.kind is ItemKind.MTP for item in setting.model.items),
         "tp": mesh.tp > 1,
         MOE_HALVES: setting.alone_pairs is not None,
+        TAPERED_ENDS: setting.tapered > 0,
     }
     return tuple(name for name, has in features.items() if has)

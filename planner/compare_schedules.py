@@ -1,9 +1,9 @@
 """All schedules people use, side by side: one simulated step of each, for one model, mesh and cost table.
 
-Every schedule gets the partition that suits its number of stages best by the same simple rule (serial-balanced, unless
-it says otherwise), and every template the number of stages a rank that it is made for. Ours come with one ingredient
-after the other: exact pairs, the partition tuned to the simulated step, W pools, MoE layers in halves, smaller
-micro-batches at the ends.
+Every schedule gets a serial-balanced partition unless its name says otherwise (Megatron's a tuned one as well, as ours
+have), and every template the number of stages a rank that it is made for. Ours come with one ingredient after the
+other: exact pairs, the partition tuned to the simulated step, W pools, MoE layers in halves, smaller micro-batches at
+the ends.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _ours(title: str, template: str) -> tuple[Schedule, ...]:
     )
 
 
+OUR_TITLES = {"interleaved 1F1B": "interleaved-1f1b", "DualPipeV": "dualpipe-v"}
+"""What the names of our lines begin with, and their template."""
 SCHEDULES = (
     Schedule(name="interleaved 1F1B, no overlap", template="interleaved-1f1b", joint=False, overlap=False),
     Schedule(name="the same, equal layers", template="interleaved-1f1b", joint=False, overlap=False, partition="equal"),
@@ -84,6 +86,7 @@ SCHEDULES = (
     Schedule(name="interleaved zero bubble", template="interleaved-zb"),
     Schedule(name="chunks within a micro-batch", template="chunked", joint=False, overlap=False),
     Schedule(name="Megatron's fixed pair order", template="megatron-1f1b"),
+    Schedule(name="Megatron's fixed pair order, tuned", template="megatron-1f1b", partition="tuned"),
     Schedule(name="DualPipe", template="dualpipe"),
     Schedule(name="DualPipeV, fixed pair order", template="dualpipe-v", method="megatron"),
     Schedule(name="DualPipeV, pairs in FIFO order", template="dualpipe-v", method="fifo"),
@@ -93,8 +96,7 @@ SCHEDULES = (
     Schedule(name="interleaved 1F1B in pairs, FIFO", template="interleaved-1f1b", method="fifo"),
     Schedule(name="interleaved 1F1B in pairs", template="interleaved-1f1b"),
     Schedule(name="interleaved 1F1B in exact pairs", template="interleaved-1f1b", method="exact"),
-    *_ours("interleaved 1F1B", "interleaved-1f1b"),
-    *_ours("DualPipeV", "dualpipe-v"),
+    *(line for title, template in OUR_TITLES.items() for line in _ours(title, template)),
 )
 """From what most people run to overlap pairs in a synthesized order, tuned to the step."""
 
@@ -105,8 +107,7 @@ class Compared:
 
     ``vpp``: stages a rank. ``held``: most micro-batches a rank holds for its backward, in micro-batches of the whole
     rank; one that only waits for its W counts half. ``peak_bytes``: memory of the fullest rank. ``activation_bytes``:
-    most that a rank holds of it for backwards and W to come. ``flops``: executed on one rank of each stage in the step.
-    ``tokens``: of the step on all data ranks. ``bounds``: the partition.
+    most that a rank holds of it for backwards and W to come. ``bounds``: the partition.
     """
 
     schedule: Schedule
@@ -117,22 +118,12 @@ class Compared:
     held: float
     peak_bytes: int
     activation_bytes: int
-    flops: float
-    tokens: int
     bounds: Bounds
 
     @property
     def ratio(self) -> float:
         """Step time over the lower bound, which nothing that does the same work can beat."""
         return self.timeline.step_ns / self.lower_bound_ns if self.lower_bound_ns else 1.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens * 1e9 / self.timeline.step_ns
-
-    def mfu(self, peak_flops: float) -> float:
-        """Share of the ranks' peak (flops per second each) that the step's executed work is."""
-        return self.flops * 1e9 / (self.timeline.step_ns * self.timeline.ranks * peak_flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +192,9 @@ def _template(schedule: Schedule, pp: int, vpp: int, microbatches: int) -> Templ
     name = "interleaved-1f1b" if schedule.template == "chunked" else schedule.template
     least, most = RULES[name].vpp if name in RULES else (1, 1)
     stages = 1 if name == "gpipe" else int(max(least, min(most, vpp)))
+    if schedule.tapered and microbatches < pp:
+        problem = Problem("microbatches", microbatches, f"at least pp ({pp})", "pp / 2 full ones go at either end")
+        raise ScheduleError.of("tapered ends", [problem])
     # Two small micro-batches for a full one, at both ends.
     passes = microbatches + pp if schedule.tapered else microbatches
     return build_template(name, pp=pp, vpp=stages, microbatches=passes, joint=schedule.joint)
@@ -260,7 +254,6 @@ def _compared(
                 halves=schedule.halves,
                 tapered=setting.tapered,
             )
-    workload = costs.workload
     return Compared(
         schedule=schedule,
         vpp=template.vpp,
@@ -270,8 +263,6 @@ def _compared(
         held=held,
         peak_bytes=peak,
         activation_bytes=activations,
-        flops=float(sum(cost.flops for cost in costs.tasks.values()) * microbatches),
-        tokens=workload.tokens * workload.dp * workload.ep * microbatches,
         bounds=bounds,
     )
 

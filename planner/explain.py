@@ -19,6 +19,7 @@ from tessera_rt.costs import CostTable
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import Plan
 from tessera_rt.scheduler.graphs import chunk_graph
+from tessera_rt.scheduler.part_costs import SMALL_OVERHEAD
 from tessera_rt.tasks import Pass
 
 Row = dict[str, Any]
@@ -112,12 +113,20 @@ def explain(plan: Plan, model: ModelSpec, costs: CostTable) -> RenderableType:
     return Group(*parts, Text("\n".join(assumption_lines(plan))))
 
 
+def microbatches_text(plan: Plan) -> str:
+    """``16 micro-batches``; with tapered ends also how many go through a stage, and how many of them are small."""
+    text = f"{plan.microbatches} micro-batches"
+    if plan.tapered:
+        text += f", the ends tapered: {plan.passes} in all, {plan.tapered} of half size at either end"
+    return text
+
+
 def stage_table(plan: Plan, model: ModelSpec, costs: CostTable) -> Table:
     """``stage_rows`` for people."""
     mesh = plan.mesh
     title = (
         f"{plan.model}: {plan.template}, pp {mesh.pp} x vpp {mesh.vpp}, dp {mesh.dp}, ep {mesh.ep}, "
-        f"{plan.microbatches} micro-batches"
+        f"{microbatches_text(plan)}"
     )
     rows = [
         [
@@ -192,6 +201,12 @@ def assumption_lines(plan: Plan) -> tuple[str, ...]:
     ]
     if plan.shadows:
         lines.append(f"shadow micro-batches left out: {plan.shadows}")
+    if plan.tapered:
+        lines.append(
+            f"tapered ends: {2 * plan.tapered} micro-batches of {workload.tokens // 2} tokens in place of "
+            f"{plan.tapered} full ones; compute takes {SMALL_OVERHEAD:.0%} longer for a token of them, messages and "
+            "memory count as those of full ones"
+        )
     if plan.simulate_only:
         lines.append(f"can be simulated, not run yet: {', '.join(plan.simulate_only)}")
     return tuple(lines)

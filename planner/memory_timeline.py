@@ -25,7 +25,7 @@ def template_of(plan: Plan) -> Template:
         name=plan.template,
         pp=plan.mesh.pp,
         vpp=plan.mesh.vpp,
-        microbatches=plan.microbatches,
+        microbatches=plan.passes,
         stage_ranks=tuple(stage.rank for stage in plan.stages),
         actions=plan.actions,
         joint=any(action.parts for row in plan.actions for action in row),

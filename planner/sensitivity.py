@@ -123,6 +123,7 @@ def _steps(
         costs,
         contention=contention,
         halves=MOE_HALVES in plan.simulate_only,
+        tapered=plan.tapered,
     )
     steps: list[int] = simulate_replicas(program, replicas=len(scales), scales=scales).steps_ns.tolist()
     return steps

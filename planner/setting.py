@@ -28,7 +28,8 @@ class Setting:
     ``pairs``: of the same model, costs, method and patterns, so that settings can share what they know.
 
     ``method`` and ``patterns``: as in ``PairCosts``. ``halves``: MoE layers of actions that run ``chunked.alone`` go in
-    two halves (only simulated).
+    two halves (only simulated). ``tapered``: so many of the template's micro-batches at either end are small (only
+    simulated).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Setting:
         method: str,
         patterns: Sequence[Pattern] = (),
         halves: bool = False,
+        tapered: int = 0,
         pairs: PairCosts | None = None,
     ) -> None:
         self.model = model
@@ -52,8 +54,8 @@ class Setting:
         self.memory = MemoryModel(model, costs, template)
         self.edges: tuple[Edge, ...] = cost_edges(template)
         self.alone_pairs: PairCosts | None = None
-        self.tapered = 0
-        self.clock = StepClock(template.stage_ranks, template.actions, self.pairs)
+        self.tapered = tapered
+        self.clock = self._new_clock()
         if halves:
             self._halve()
 

@@ -108,6 +108,7 @@ def prepare(
         overlap=overlap,
         contention=contention,
         halves=MOE_HALVES in plan.simulate_only,
+        tapered=plan.tapered,
     )
 
 
@@ -123,6 +124,7 @@ def prepare_schedule(
     contention: float | None = None,
     copies: int = 1,
     halves: bool = False,
+    tapered: int = 0,
 ) -> ReplicaProgram:
     """The same before there is a Plan; arguments as ``simulate_schedule``."""
     rate = contention_rate(costs, contention)
@@ -135,7 +137,7 @@ def prepare_schedule(
         costs,
         overlap=overlap,
         copies=copies,
-        part_costs=part_costs(actions, model, costs, halves=halves, tapered=0),
+        part_costs=part_costs(actions, model, costs, halves=halves, tapered=tapered),
     )
     return _with_planned_gaps(replica_program(program, model, costs, rate))
 

@@ -58,6 +58,7 @@ def simulate(
         contention=contention,
         label=label or plan.template,
         halves=MOE_HALVES in plan.simulate_only,
+        tapered=plan.tapered,
     )
 
 

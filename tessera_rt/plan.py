@@ -23,6 +23,8 @@ from tessera_rt.tasks import Pass
 PLAN_VERSION = 1
 MOST_ITEMS = 65_536
 """Items a plan's stages may name: far beyond any model, so that nobody counts up to an edited number."""
+TAPERED_ENDS = "tapered-ends"
+"""In ``Plan.simulate_only``: the step has small micro-batches at its ends (``Plan.tapered``)."""
 SOLVER_STATUSES = ("optimal", "optimal-in-window", "incumbent", "heuristic")
 
 
@@ -206,7 +208,10 @@ class Plan:
     """Who runs what in which order. ``actions[r]``: compute actions of pipeline rank r, executed in order.
 
     ``pad``: groups | shadow (how micro-batch counts that pp does not divide are handled); ``shadows``: micro-batches of
-    the padded order that were left out. ``target_slots``: task names behind which run-time work may be injected.
+    the padded order that were left out. ``tapered``: so many micro-batches at either end of the step have half the
+    tokens, 2 x ``tapered`` small ones in place of ``tapered`` of the full ones; the step keeps the tokens of
+    ``microbatches`` full ones, and every stage has ``passes`` F. Interleavings and memory are those of full ones (no
+    small one needs more). ``target_slots``: task names behind which run-time work may be injected.
     ``simulate_only``: features that can be simulated but not run yet; the engine refuses them by name.
     """
 
@@ -224,6 +229,7 @@ class Plan:
     solver: SolverStatus
     pad: str = "groups"
     shadows: int = 0
+    tapered: int = 0
     target_slots: tuple[str, ...] = ()
     simulate_only: tuple[str, ...] = ()
     version: int = PLAN_VERSION
@@ -237,6 +243,11 @@ class Plan:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches that go through every stage, full and small; actions number them from 0."""
+        return self.microbatches + self.tapered
 
     @cached_property
     def stages_of(self) -> tuple[tuple[Stage, ...], ...]:

@@ -24,7 +24,17 @@ from tessera_rt.model_spec import (
     LayerSpec,
     ModelSpec,
 )
-from tessera_rt.plan import MOST_ITEMS, PLAN_VERSION, SOLVER_STATUSES, Action, ActionKind, Interleaving, Plan, Stage
+from tessera_rt.plan import (
+    MOST_ITEMS,
+    PLAN_VERSION,
+    SOLVER_STATUSES,
+    TAPERED_ENDS,
+    Action,
+    ActionKind,
+    Interleaving,
+    Plan,
+    Stage,
+)
 from tessera_rt.rendezvous import find_stuck, pass_events
 from tessera_rt.tasks import Pass, Resource, TaskGraph, chunk_tasks, parse_task_name
 
@@ -95,7 +105,8 @@ def _figures(plan: Plan) -> Iterator[Problem]:
         yield Problem("version", plan.version, str(PLAN_VERSION), "make the plan again with this version of Tessera")
     yield from _at_least(1, "mesh.", plan.mesh, ("pp", "vpp", "dp", "ep", "tp"))
     yield from _at_least(1, "", plan, ("microbatches",))
-    yield from _at_least(0, "", plan, ("shadows",))
+    yield from _at_least(0, "", plan, ("shadows", "tapered"))
+    yield from _taper(plan)
     if plan.pad not in ("groups", "shadow"):
         yield Problem("pad", plan.pad, "groups or shadow")
     if plan.shadows and plan.pad != "shadow":
@@ -130,6 +141,23 @@ def _figures(plan: Plan) -> Iterator[Problem]:
         yield Problem("solver.bound_ns", solver.bound_ns, f"at most t_dom_ns ({solver.t_dom_ns}), which it bounds")
     if solver.bottleneck and solver.bottleneck not in plan.interleavings:
         yield Problem("solver.bottleneck", solver.bottleneck, "the key of an interleaving of this plan, or empty")
+
+
+def _taper(plan: Plan) -> Iterator[Problem]:
+    """Small micro-batches at the ends: no more than take the place of all full ones, of half their tokens, marked."""
+    tapered, marked = plan.tapered, TAPERED_ENDS in plan.simulate_only
+    if tapered > plan.microbatches >= 1:
+        allowed = f"at most microbatches ({plan.microbatches}), the full ones that 2 x tapered small ones replace"
+        yield Problem("tapered", tapered, allowed)
+    if marked and not tapered:
+        remedy = f"{TAPERED_ENDS} in simulate_only says that there are small micro-batches"
+        yield Problem("tapered", tapered, f"at least 1 with {TAPERED_ENDS}", remedy)
+    if tapered and not marked:
+        allowed = f"a list with {TAPERED_ENDS}, since tapered is {tapered}"
+        yield Problem("simulate_only", list(plan.simulate_only), allowed, "such a step can only be simulated")
+    if tapered and plan.workload.tokens % 2:
+        allowed = "an even number with tapered ends: a small micro-batch has half of them"
+        yield Problem("workload.tokens", plan.workload.tokens, allowed)
 
 
 def _world(plan: Plan, world: int | None) -> Iterator[Problem]:
@@ -257,7 +285,11 @@ def _parts(field: str, parts: Sequence[Action]) -> list[Problem]:
 
 def _actions(plan: Plan) -> Iterator[Problem]:
     """Every pass exactly once, on its stage's rank, F before B (or I before W)."""
-    count, microbatches = len(plan.stages), plan.microbatches
+    count, microbatches = len(plan.stages), plan.passes
+    if plan.tapered and (listed := _listed_everywhere(plan)) not in (None, microbatches):
+        allowed = f"{listed}, the micro-batches of every stage in the action lists, small ones counted"
+        yield Problem("microbatches + tapered", microbatches, allowed, "correct either number")
+        return
     places: dict[tuple[int, ActionKind], dict[int, list[int]]] = {}
     for rank, actions in enumerate(plan.actions):
         for position, action in enumerate(actions):
@@ -284,13 +316,21 @@ def _actions(plan: Plan) -> Iterator[Problem]:
         yield from _passes_of_stage(plan, stage, found)
 
 
+def _listed_everywhere(plan: Plan) -> int | None:
+    """How many F the lists have on every stage, None where not the same ones on all."""
+    parts = (part for actions in plan.actions for action in actions for part in action.passes)
+    forwards = {(part.stage, part.microbatch) for part in parts if part.kind is ActionKind.F}
+    number = 1 + max((microbatch for _, microbatch in forwards), default=-1)
+    return number if len(forwards) == number * len(plan.stages) else None
+
+
 def _passes_of_stage(plan: Plan, stage: int, found: dict[ActionKind, dict[int, list[int]]]) -> Iterator[Problem]:
     """``found[kind][microbatch]``: positions in the rank's list of the stage's passes."""
     field = f"actions[{plan.stages[stage].rank}]"
     forward, backward, inputs, weights = (found[kind] for kind in _PASS_OF)
 
     def report(bad: Callable[[int], bool], what: str, allowed: str) -> Iterator[Problem]:
-        numbers = [m for m in range(plan.microbatches) if bad(m)]
+        numbers = [m for m in range(plan.passes) if bad(m)]
         if numbers:
             yield Problem(field, f"stage {stage}: {what} of micro-batch {_number_ranges(numbers)}", allowed)
 

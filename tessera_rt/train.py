@@ -97,15 +97,21 @@ def train(config: TrainConfig, plan: Plan, folder: Path | None = None) -> TrainS
 
 def check_plan_fits(config: TrainConfig, plan: Plan) -> None:
     """Raises PlanError with everything in which a plan is not for this configuration."""
-    given: Mapping[str, tuple[object, object]] = {
-        "fingerprint": (plan.fingerprint, config.model.fingerprint),
-        "mesh": (_mesh_text(plan.mesh), _mesh_text(config.mesh)),
-        "microbatches": (plan.microbatches, config.data.microbatches),
-        "workload.dtype": (plan.workload.dtype, config.run.dtype),
+    again = "plan again, or change the configuration"
+    # The optimizer's state is part of the planned memory; tessera plan takes it from the costs, without them AdamW's.
+    of_costs = "plan with costs of tessera profile for this configuration, or change its optimizer section"
+    workload = config.workload()
+    given: Mapping[str, tuple[object, object, str]] = {
+        "fingerprint": (plan.fingerprint, config.model.fingerprint, again),
+        "mesh": (_mesh_text(plan.mesh), _mesh_text(config.mesh), again),
+        "microbatches": (plan.microbatches, config.data.microbatches, again),
+        "workload.dtype": (plan.workload.dtype, workload.dtype, again),
+        "workload.optimizer": (plan.workload.optimizer, workload.optimizer, of_costs),
+        "workload.momentum": (plan.workload.momentum, workload.momentum, of_costs),
     }
     problems = [
-        Problem(name, planned, f"{wanted}, as configured", "plan again, or change the configuration")
-        for name, (planned, wanted) in given.items()
+        Problem(name, planned, f"{wanted}, as configured", remedy)
+        for name, (planned, wanted, remedy) in given.items()
         if planned != wanted
     ]
     if problems:

@@ -71,6 +71,7 @@ class PlanRequest:
     group: int | None = None
     w_pool: float = 0.0
     moe_halves: bool = False
+    tapered_ends: int = 0
     evaluations: int | None = None
     layout: str | None = None
 
@@ -123,6 +124,7 @@ def make_plan(request: PlanRequest) -> Planned:
             group=request.group,
             w_pool=pool,
             moe_halves=request.moe_halves,
+            tapered=request.tapered_ends,
             evaluations=request.evaluations,
         )
     except PlanError as error:  # of the request: a plan that was made is never faulty

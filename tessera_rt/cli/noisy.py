@@ -95,12 +95,13 @@ def simulate_noise(
     replicas = plan.mesh.dp if request.replicas is None else request.replicas
     rows: Rows | None = None
     if request.counts is not None:
+        if plan.tapered:
+            allowed = "left out for a plan with tapered ends: counts are recorded of micro-batches of one size"
+            raise RequestError.of("simulate", [Problem("--counts", request.counts, allowed, "use --noise")])
         rows = load_counts(request.counts, model, costs.workload, microbatches=plan.microbatches)
     elif request.noise is not None:
         noise = RoutingNoise(lane_cv=request.noise)
-        rows = draw_rows(
-            model, costs.workload, noise, microbatches=plan.microbatches, replicas=replicas, seed=request.seed
-        )
+        rows = draw_rows(model, costs.workload, noise, microbatches=plan.passes, replicas=replicas, seed=request.seed)
     jitter = None if request.jitter is None else Jitter(amount=request.jitter)
     ep = plan.mesh.ep
 

@@ -14,7 +14,7 @@ from tessera_rt.cli.output import RequestError, Written, console, emit, gib, ms,
 from tessera_rt.cli.search import refusals, search_rows, search_table, searched
 from tessera_rt.errors import Problem
 from tessera_rt.files.plan_files import save_plan
-from tessera_rt.planner.explain import explain
+from tessera_rt.planner.explain import explain, microbatches_text
 from tessera_rt.planner.memory import MemoryModel
 from tessera_rt.planner.memory_timeline import template_of
 from tessera_rt.planner.plan_grid import AXES
@@ -89,6 +89,13 @@ WPool = Annotated[
 MoeHalves = Annotated[
     bool, typer.Option("--moe-halves", help="MoE layers in halves where passes run alone (a plan to simulate only).")
 ]
+TaperedEnds = Annotated[
+    int,
+    typer.Option(
+        "--tapered-ends",
+        help="Half-size micro-batches at either end, in place of half as many full ones (a plan to simulate only).",
+    ),
+]
 Evaluations = Annotated[
     int | None,
     typer.Option("--evaluations", help="Partitions tried to shorten the step.", show_default="by the step's length"),
@@ -162,6 +169,7 @@ def plan(
     group: Group = None,
     w_pool: WPool = 0.0,
     moe_halves: MoeHalves = False,
+    tapered_ends: TaperedEnds = 0,
     evaluations: Evaluations = None,
     layout: Layout = None,
     search: Annotated[
@@ -203,6 +211,7 @@ def plan(
         group=group,
         w_pool=w_pool,
         moe_halves=moe_halves,
+        tapered_ends=tapered_ends,
         evaluations=evaluations,
         layout=layout,
     )
@@ -265,7 +274,7 @@ def check(
     step = f", simulated step {ms(made.solver.step_ns)} ms" if made.solver.step_ns else ""
     console().print(
         f"{opened.path} is sound {held}: {len(made.stages)} stages on {made.mesh.pp} pipeline ranks, "
-        f"{made.mesh.world} ranks in all, {made.microbatches} micro-batches{step}"
+        f"{made.mesh.world} ranks in all, {microbatches_text(made)}{step}"
     )
     for note in notes:
         console().print(f"note: {note}")

@@ -35,6 +35,7 @@ from tessera_rt.cli.plan import (
     Patterns,
     Pp,
     RecomputePolicy,
+    TaperedEnds,
     TemplateName,
     TimeLimit,
     Tokens,
@@ -81,7 +82,7 @@ one group of expert-parallel ranks on every pipeline rank, and the picture shows
 
 _OF_ONE_PLAN = (
     *("template", "objective", "partitioner", "window", "time_limit", "memory_limit", "pad", "comm_sms", "patterns"),
-    *("group", "w_pool", "moe_halves", "layout"),
+    *("group", "w_pool", "moe_halves", "tapered_ends", "layout"),
 )
 """Parameters of planning that a comparison of schedules has settled."""
 _OF_MODELS = (
@@ -118,6 +119,7 @@ def simulate(
     group: Group = None,
     w_pool: WPool = 0.0,
     moe_halves: MoeHalves = False,
+    tapered_ends: TaperedEnds = 0,
     evaluations: Evaluations = None,
     layout: Layout = None,
     model: ModelName = None,
@@ -223,6 +225,7 @@ def simulate(
             group=group,
             w_pool=w_pool,
             moe_halves=moe_halves,
+            tapered_ends=tapered_ends,
             evaluations=evaluations,
             layout=layout,
         )

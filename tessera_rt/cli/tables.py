@@ -35,6 +35,7 @@ def plan_data(plan: Plan, model: ModelSpec | None, costs: CostTable | None) -> R
         "template": plan.template,
         "microbatches": plan.microbatches,
         "shadows": plan.shadows,
+        "tapered": plan.tapered,
         "workload": {
             "tokens": work.tokens,
             "context": work.context,
@@ -259,7 +260,8 @@ def rates(
 ) -> Row:
     """Tokens per second of all ranks, and MFU: the model's work, recomputation left out, over the ranks' peak.
 
-    ``ranks``: pipeline ranks. ``peak``: flops per second of one; None where it is not known, and then MFU is None.
+    ``microbatches``: full ones, of ``workload``'s tokens each. ``ranks``: pipeline ranks. ``peak``: flops per second of
+    one; None where it is not known, and then MFU is None.
     """
     if not step_ns:
         return {"tokens_per_s": None, "mfu": None}

@@ -60,6 +60,7 @@ def plan_to_yaml(plan: Plan) -> str:
         "microbatches": plan.microbatches,
         "pad": plan.pad,
         "shadows": plan.shadows,
+        "tapered": plan.tapered,
         "workload": {**asdict(plan.workload), "recompute": str(plan.workload.recompute)},
         "assumptions": {
             "source": plan.assumptions.source,
@@ -252,6 +253,7 @@ class _Plan(StrictModel):
     microbatches: _Positive
     pad: Literal["groups", "shadow"]
     shadows: _Count
+    tapered: _Count = 0
     workload: _Workload
     assumptions: _Assumptions
     solver: _Solver
@@ -323,6 +325,7 @@ def _plan(read: _Plan, model: ModelSpec | None, problems: list[Problem]) -> Plan
         microbatches=read.microbatches,
         pad=read.pad,
         shadows=read.shadows,
+        tapered=read.tapered,
         workload=Workload(**read.workload.model_dump()),
         assumptions=CostAssumptions(
             source=assumptions.source,

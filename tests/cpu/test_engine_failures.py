@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera_rt.costs import Workload
 from tessera_rt.engine.engine import Engine
@@ -20,6 +21,7 @@ from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.moe.steps import Chunk, Pending, Placement, RowLayout, TaskModel, Transport
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.planner.build import plan_with
+from tessera_rt.split import SplitLinear
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid, token_batch
 from tessera_rt.testing.reference import reference_step
 from tessera_rt.testing.worker import RankContext
@@ -150,6 +152,73 @@ def test_frozen_parameters(pool: WorkerPool, mesh: Mesh, frozen: tuple[str, ...]
     for name in trained:
         scale = max(wanted[name].abs().max().item(), 1e-12)
         assert (found[name] - wanted[name]).abs().max().item() <= 1e-11 * scale, name
+
+
+class Adapter(nn.Module):
+    """A linear map plus a trainable one of rank 2 beside it, as LoRA adds."""
+
+    def __init__(self, base: SplitLinear, split: bool) -> None:
+        super().__init__()
+        kind = SplitLinear if split else nn.Linear
+        dtype = base.weight.dtype
+        self.base, draw = base, torch.Generator().manual_seed(5)
+        self.down = kind(base.in_features, 2, bias=False, dtype=dtype)
+        self.up = kind(2, base.out_features, bias=False, dtype=dtype)
+        for linear in (self.down, self.up):  # not zero: then neither gradient is
+            nn.init.normal_(linear.weight, std=0.3, generator=draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+class Adapted(PartlyFrozen):
+    """All frozen but an adapter on the query of layer ``at``. ``split``: its weight gradients are W tasks."""
+
+    def __init__(self, spec: ModelSpec, at: int, split: bool) -> None:
+        super().__init__(spec, ("",))
+        self.at, self.split = at, split
+
+    def build_chunk(self, items: Any, placement: Placement) -> Chunk:
+        chunk = super().build_chunk(items, placement)
+        if any(item.label == f"L{self.at}" for item in items):
+            attention = chunk.get_submodule(f"layers.{self.at}.attention")
+            attention.query = Adapter(attention.get_submodule("query"), self.split)  # type: ignore[arg-type]
+        return chunk
+
+
+def adapter_training(ctx: RankContext, plan: Plan, model: TaskModel) -> Any:
+    batch = token_batch(model.spec, [(1, 4), (2, 3)], seed=ctx.rank % plan.mesh.ep)
+    sgd = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.0, clip=0.0)
+    with Engine(model, plan, optimizer=sgd, timeout_s=20) as engine:
+        before = {name: tensor.clone() for name, tensor in engine.named_parameters().items()}
+        _, gradients = engine.forward_backward(batch)
+        result = engine.step(batch)
+        changed = {n: t - before[n] for n, t in engine.named_parameters().items() if not torch.equal(t, before[n])}
+        return gradients, result, changed
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=2, ep=2)])
+@pytest.mark.parametrize(("at", "split"), [(0, True), (0, False), (2, True)])
+def test_case_49c_all_frozen_but_an_adapter(pool: WorkerPool, mesh: Mesh, at: int, split: bool) -> None:
+    """The adapter is on the stage that gets token ids, or on the last; the other stage has nothing to train."""
+    spec = tiny_hybrid("gSd")
+    model = Adapted(spec, at, split)
+    results = pool.run(adapter_training, mesh.world, make_plan(spec, mesh, 2), model)
+    chunk = model.build_chunk(spec.items, Placement(dtype=torch.float64)).requires_grad_()
+    batches = [token_batch(spec, [(1, 4), (2, 3)], seed=part) for part in range(mesh.ep)]
+    expected = reference_step([chunk], [[batch[i] for batch in batches] for i in range(2)])
+    trained = [f"layers.{at}.attention.query.{part}.weight" for part in ("down", "up")]
+    wanted = {name: expected.gradients[name] for name in trained}
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in wanted.values()))
+    assert norm > 1e-3
+    for rank, (gradients, result, changed) in enumerate(results):
+        names = trained if (rank < mesh.world // 2) == (at == 0) else []
+        assert sorted(gradients) == sorted(changed) == names
+        assert result.grad_norm == pytest.approx(norm, rel=1e-11) and not result.skipped
+        for name in names:
+            torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-10, atol=1e-13)
+            torch.testing.assert_close(changed[name], -0.1 * wanted[name], rtol=1e-9, atol=1e-13)
 
 
 def sends_kept_in_evaluation(ctx: RankContext, spec: ModelSpec, plan: Plan) -> int:

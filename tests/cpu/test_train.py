@@ -17,6 +17,7 @@ import torch
 from tessera_rt.checkpoint import read_info, read_tensors
 from tessera_rt.config import OptimizerSection, TrainConfig, config_from_dict, load_config
 from tessera_rt.engine.engine import Engine
+from tessera_rt.errors import PlanError
 from tessera_rt.files.model_files import model_to_yaml
 from tessera_rt.files.plan_files import load_plan
 from tessera_rt.files.timeline_files import load_timeline
@@ -196,6 +197,31 @@ def test_a_plan_that_is_not_for_the_configuration(tmp_path: Path) -> None:
     assert type(caught.value).__name__ == "PlanError"
     for field in ("fingerprint", "mesh", "microbatches", "workload.dtype"):
         assert f"{field} = " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("planned", "trained", "wrong"),
+    [
+        ({}, {"kind": "sgd"}, {"optimizer": ("adamw", "sgd")}),
+        ({"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}, {"momentum": ("False", "True")}),
+        ({"kind": "sgd", "momentum": 0.9}, {}, {"optimizer": ("sgd", "adamw"), "momentum": ("True", "False")}),
+        ({"kind": "sgd", "momentum": 0.9}, {"kind": "sgd", "momentum": 0.5, "lr": 1e-4}, {}),
+    ],
+)
+def test_a_plan_made_for_another_optimizer(
+    tmp_path: Path, planned: dict[str, Any], trained: dict[str, Any], wrong: dict[str, tuple[str, str]]
+) -> None:
+    """Its state is part of the planned memory; rates and the strength of a momentum are not."""
+    plan = plan_for(config_for(tmp_path, optimizer=planned))
+    config = config_for(tmp_path, optimizer=trained)
+    if not wrong:
+        check_plan_fits(config, plan)
+        return
+    with pytest.raises(PlanError) as caught:
+        check_plan_fits(config, plan)
+    found = {problem.field: (str(problem.value), problem.allowed) for problem in caught.value.problems}
+    assert found == {f"workload.{name}": (was, f"{now}, as configured") for name, (was, now) in wrong.items()}
+    assert "costs of tessera profile" in str(caught.value)
 
 
 def test_learning_rates() -> None:

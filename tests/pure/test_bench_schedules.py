@@ -32,7 +32,7 @@ def test_rows_table_and_picture(bench: ModuleType, tmp_path: Path) -> None:
     subject = bench.Subject("tiny", "none", 1, 1, 2)
     device = bench.load_device(bench.DEVICE)
     found = compare(model, costs, pp=2, vpp=2, microbatches=4, evaluations=5)
-    rows = [{**bench.row_of(subject, row, device), "held_over_fixed": 1.0} for row in found]
+    rows = [{**bench.row_of(subject, row, device, model), "held_over_fixed": 1.0} for row in found]
     assert [row["schedule"] for row in rows] == [schedule.name for schedule in SCHEDULES]
     for row in rows:
         assert row["compute_ns"] + row["exposed_ns"] + row["bubble_ns"] == pytest.approx(row["step_ns"], abs=3)
