@@ -3,9 +3,10 @@
     python bench/gpu_check.py [--output FILE] [--seconds 480] [--only PART ...] [--dry-run]
 
 Parts run one after the other, each in a process of its own with a limit of its own, so that a hang or a crash costs
-one part. The result (results/gpu_check.json) is written after every part. --dry-run runs every part without a GPU: the
-kernels interpreted or compiled offline, small sizes, times that mean nothing. The result of a dry run, or of some parts
-alone, is kept only with --output. The exit code is 1 if a case failed or a part did not end, not for a missed aim.
+one part; the limits add up to the whole time. With fewer --seconds, parts for which none are left say so. The result
+(results/gpu_check.json) is written after every part. --dry-run runs every part without a GPU: the kernels interpreted
+or compiled offline, small sizes, times that mean nothing. The result of a dry run, or of some parts alone, is kept only
+with --output. The exit code is 1 if a case failed, or a part did not end or run, not for a missed aim.
 
 What one GPU cannot tell: nothing of NVLink or any other link, and nothing of memory ordering between GPUs.
 """
@@ -31,7 +32,10 @@ from rich.console import Console
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "gpu_check.json"
 LIMITS_OF_ONE_GPU = "one GPU: nothing here says anything of NVLink or another link, nor of memory ordering between GPUs"
+SECONDS = 480.0
+START_S = 10.0  # of them for loading torch here, and for ending what hangs
 GRACE_S = 3.0
+LEAST_S = 5.0  # a part does not start with less
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +47,28 @@ class Part:
     interpreted: bool = True
 
 
-PARTS = (
-    Part("ceilings", 25),
-    Part("compile", 130, interpreted=False),
+PARTS = (  # together at most SECONDS - START_S
+    Part("ceilings", 20),
+    Part("compile", 90, interpreted=False),  # by several processes, for the parts behind it too
     Part("kernels", 80),
-    Part("transport", 60),
-    Part("capture", 60),
+    Part("transport", 55),
+    Part("capture", 55),
     Part("products", 50),
-    Part("overlap", 50),
-    Part("layer", 60),
-    Part("sanitizer", 30),
-    Part("ranking", 50),
+    Part("overlap", 25),
+    Part("layer", 45),
+    Part("sanitizer", 25),
+    Part("ranking", 25),
 )
 MORE_PARTS = (Part("routing", 30),)  # on demand, for the sanitizer
 DRY_FACTOR = 5.0  # interpreting is slow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in (*PARTS, *MORE_PARTS)]
     parser.add_argument("--output", type=Path, help=f"result file (JSON); {RESULT.name} if all parts run on a GPU")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts; five times as many in a dry run")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts; five times as many in a dry run")
     parser.add_argument("--only", nargs="+", choices=names, default=[part.name for part in PARTS], help="these parts")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: every part on its CPU twin")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
@@ -85,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or (RESULT if everything and not options.dry_run else None)
     if options.dry_run:
         out.print("dry run: no GPU is used, and no time below means anything")
-    deadline = time.monotonic() + options.seconds * (DRY_FACTOR if options.dry_run else 1)
+    deadline = start + options.seconds * (DRY_FACTOR if options.dry_run else 1)
     result: dict[str, Any] = {"dry_run": options.dry_run, "limits": LIMITS_OF_ONE_GPU, "parts": {}}
     for part in (*PARTS, *MORE_PARTS):
         if part.name in options.only:
@@ -100,19 +105,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_part(name: str, output: Path, dry_run: bool, seconds: float) -> int:
     """In the part's own process."""
-    from gpu_check_parts.check import Check
+    start = time.monotonic()
+    from gpu_check_parts.check import Check  # loads torch, within the part's time
 
-    check = Check(output, dry_run=dry_run, seconds=seconds)
+    check = Check(output, dry_run=dry_run, seconds=seconds - (time.monotonic() - start))
     importlib.import_module(f"gpu_check_parts.{name}").run(check)
     return 0
 
 
 def run_process(part: Part, dry_run: bool, deadline: float) -> dict[str, Any]:
     """Start the part's process and wait for it; it and its children are ended at its limit."""
-    factor = DRY_FACTOR if dry_run else 1
-    seconds = min(part.seconds * factor, deadline - time.monotonic())
-    if seconds < 5:
+    limit, left = part.seconds * (DRY_FACTOR if dry_run else 1), deadline - time.monotonic()
+    if left < LEAST_S:
         return {"status": "no time left", "cases": []}
+    seconds = min(limit, left)
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
     if dry_run and part.interpreted:
@@ -135,7 +141,8 @@ def run_process(part: Part, dry_run: bool, deadline: float) -> dict[str, Any]:
         found = json.loads(cases.read_text(encoding="utf-8")) if cases.is_file() else []
         tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
     failed = any(case["status"] == "failed" for case in found)
-    status = f"ended at its limit of {seconds:.0f} s" if code is None else f"exit code {code}" if code else "done"
+    ended = f"ended at its limit of {limit:.0f} s" if limit <= left else f"ended, only {left:.0f} s were left for it"
+    status = ended if code is None else f"exit code {code}" if code else "done"
     return {
         "status": "cases failed" if status == "done" and failed else status,
         "seconds": round(time.monotonic() - start, 1),

@@ -121,7 +121,7 @@ def cost_file(config: TrainConfig) -> CostTable:
     wanted = config.workload(table.workload.recompute)
     problems = [
         Problem(f"workload.{name}", getattr(table.workload, name), f"{getattr(wanted, name)}, as configured", remedy)
-        for name in ("tokens", "context", "dp", "ep", "dtype", "optimizer")
+        for name in ("tokens", "context", "dp", "ep", "dtype", "optimizer", "momentum")
         for remedy in ["measure again with tessera profile"]
         if getattr(table.workload, name) != getattr(wanted, name)
     ]

@@ -105,6 +105,8 @@ def check_plan_fits(config: TrainConfig, plan: Plan) -> None:
         "fingerprint": (plan.fingerprint, config.model.fingerprint, again),
         "mesh": (_mesh_text(plan.mesh), _mesh_text(config.mesh), again),
         "microbatches": (plan.microbatches, config.data.microbatches, again),
+        "workload.tokens": (plan.workload.tokens, workload.tokens, again),
+        "workload.context": (plan.workload.context, workload.context, again),
         "workload.dtype": (plan.workload.dtype, workload.dtype, again),
         "workload.optimizer": (plan.workload.optimizer, workload.optimizer, of_costs),
         "workload.momentum": (plan.workload.momentum, workload.momentum, of_costs),

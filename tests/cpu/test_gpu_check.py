@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +41,12 @@ def test_every_part_has_a_module(gpu_check: ModuleType) -> None:
 
 
 def _planted(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, body: str, seconds: float = 60.0
+    gpu_check: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    body: str,
+    seconds: float = 60.0,
+    left: float = 100.0,
 ) -> dict[str, object]:
     """What the harness says of a part with this body, which starts without loading torch."""
     parts = folder / "gpu_check_parts"
@@ -48,11 +54,11 @@ def _planted(
     text = (BENCH / "gpu_check_parts" / "check.py").read_text()
     (parts / "check.py").write_text(text.replace("import torch\n", "").replace("torch.device", "str"))
     (folder / "gpu_check.py").write_text(
-        (BENCH / "gpu_check.py").read_text().replace('Part("ceilings", 25)', 'Part("planted", 25)')
+        (BENCH / "gpu_check.py").read_text().replace('Part("ceilings", 20)', 'Part("planted", 20)')
     )
     (parts / "planted.py").write_text(f"import os, sys, time\n\ndef run(check):\n{body}")
     monkeypatch.setattr(gpu_check, "HERE", folder)
-    found: dict[str, object] = gpu_check.run_process(gpu_check.Part("planted", seconds), False, time.monotonic() + 100)
+    found: dict[str, object] = gpu_check.run_process(gpu_check.Part("planted", seconds), False, time.monotonic() + left)
     return found
 
 
@@ -97,6 +103,38 @@ def test_a_part_that_hangs_is_ended_with_its_children(
     assert [case["case"] for case in found["cases"]] == ["first"]  # type: ignore[attr-defined]
     for pid in map(int, pids.read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_last_part_has_its_time_when_all_others_used_theirs(gpu_check: ModuleType) -> None:
+    assert sum(part.seconds for part in gpu_check.PARTS) <= gpu_check.SECONDS - gpu_check.START_S
+
+
+def test_a_part_that_had_less_than_its_limit_says_so(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = _planted(gpu_check, monkeypatch, tmp_path, "    time.sleep(1000)\n", left=6.4)
+    assert found["status"] == "ended, only 6 s were left for it"
+
+
+def test_parts_without_time_are_in_the_result_and_fail_the_check(
+    gpu_check: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    run_process, result = gpu_check.run_process, tmp_path / "result.json"
+
+    def first_takes_all(part: Any, dry_run: bool, deadline: float) -> dict[str, Any]:
+        if part.name == "kernels":
+            return {"status": "done", "cases": []}
+        found: dict[str, Any] = run_process(part, dry_run, min(deadline, time.monotonic() + 2))
+        return found
+
+    monkeypatch.setattr(gpu_check, "run_process", first_takes_all)
+    assert gpu_check.main(["--dry-run", "--only", "kernels", "layer", "ranking", "--output", str(result)]) == 1
+    told = {name: part["status"] for name, part in json.loads(result.read_text())["parts"].items()}
+    assert told == {"kernels": "done", "layer": "no time left", "ranking": "no time left"}
+    assert capsys.readouterr().out.count("no time left") == 2
 
 
 def test_without_a_gpu_it_says_so() -> None:

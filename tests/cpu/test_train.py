@@ -161,7 +161,6 @@ def test_nothing_held_out_and_nothing_to_do(pool: WorkerPool, tmp_path: Path) ->
 
 
 def test_mistakes_are_found_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    config = config_for(tmp_path)
     saved = run(pool, config_for(tmp_path, run={"steps": 1})).checkpoint
     bad = {
         "run.resume": config_for(tmp_path, run={"resume": str(tmp_path / "nowhere")}),
@@ -170,9 +169,8 @@ def test_mistakes_are_found_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> No
         "run.steps": config_for(tmp_path, run={"resume": saved, "steps": 0}),
         "data.tokens": config_for(tmp_path, data={"tokens": str(tmp_path / "none.npy")}),
     }
-    plan = plan_for(config)
     for field, faulty in bad.items():
-        for result in pool.run(entry, 2, faulty, plan, timeout_s=120, expect_failure=True):
+        for result in pool.run(entry, 2, faulty, plan_for(faulty), timeout_s=120, expect_failure=True):
             assert result.failure is not None and result.failure.type_name == "SpecError", result
             assert f"{field} = " in result.failure.message, result.failure.message
     assert not (tmp_path / "run-2").exists()

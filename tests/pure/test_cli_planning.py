@@ -65,14 +65,55 @@ def test_simulate_plans_with_the_options_of_plan() -> None:
 
 
 def test_simulate_makes_the_plan_that_plan_makes(model_file: Path, tmp_path: Path) -> None:
-    given = (*EDGES, "--tp", 2, "--comm-sms", 12, "--group", 3, "--w-pool", 0.001, "--moe-halves")
+    given = (*EDGES, "--tp", 2, "--comm-sms", 12, "--group", 3, "--w-pool", 0.001, "--moe-halves", "--tapered-ends", 2)
     # One attention head cannot be shared; eight can.
     heads = replace(MODEL.layers[0].attention, heads=8)
     layers = tuple(replace(layer, attention=heads) for layer in MODEL.layers)
     model_file.write_text(model_to_yaml(replace(MODEL, layers=layers)))
     made = parsed(run("plan", model_file, *given, "--json"))
-    assert made["simulate_only"] == ["tp", "moe-halves"]
+    assert made["simulate_only"] == ["tp", "moe-halves", "tapered-ends"]
     assert parsed(run("simulate", model_file, *given, "--json"))["step_ns"] == made["step"]["step_ns"]
+
+
+def test_tapered_ends_keep_the_steps_tokens(model_file: Path, tmp_path: Path) -> None:
+    """8 micro-batches' worth of tokens in 2 + 2 small and 6 full ones; files, tables and rates say so."""
+    path = tmp_path / "plan.yaml"
+    plain = parsed(run("plan", model_file, *EDGES, "--json"))
+    made = parsed(run("plan", model_file, *EDGES, "--tapered-ends", 2, "-o", path, "--json"))
+    assert [(data["microbatches"], data["tapered"]) for data in (plain, made)] == [(8, 0), (8, 2)]
+    assert made["step"]["step_ns"] not in (plain["step"]["step_ns"], 0)
+    read = ("--model", model_file)
+    simulated = parsed(run("simulate", path, *read, "--json"))
+    assert simulated["step_ns"] == made["step"]["step_ns"]
+    assert simulated["tokens_per_s"] == pytest.approx(64 * 2 * 8 * 1e9 / simulated["step_ns"])
+    before = parsed(run("simulate", model_file, *EDGES, "--json"))
+    assert simulated["mfu"] * simulated["step_ns"] == pytest.approx(before["mfu"] * before["step_ns"])
+    text = "8 micro-batches, the ends tapered: 10 in all, 2 of half size at either end"
+    shown = " ".join(run("show", path, *read).stdout.split())
+    assert text in shown and "tapered ends: 4 micro-batches of 32 tokens in place of 2 full ones" in shown
+    assert "can be simulated, not run yet: tapered-ends" in shown
+    assert text in " ".join(run("check", path, *read).stdout.split())
+    assert parsed(run("check", path, *read, "--json"))["rows"][0]["notes"] == []
+    assert "tapered ends: 4" in " ".join(run("show", path).stdout.split())  # without its model
+    noisy = parsed(run("simulate", path, *read, "--noise", 0.2, "--dbo", "--memory", "--json"))
+    assert noisy["noise"]["planned_step_ns"] == made["step"]["step_ns"] < noisy["noise"]["step_ns"]
+    assert noisy["peak_bytes"] == max(row["peak_bytes"] for row in made["memory"])
+    (tmp_path / "counts.json").write_text("[]")
+    counts = run("simulate", path, *read, "--counts", tmp_path / "counts.json")
+    refused(counts, "--counts = ", "left out for a plan with tapered ends", "use --noise")
+
+
+def test_tapered_ends_that_cannot_be(model_file: Path) -> None:
+    for command in ("plan", "simulate"):
+        refused(run(command, model_file, *EDGES, "--tapered-ends", 9), "tapered = 9: must be an integer from 0 to")
+        refused(run(command, model_file, *EDGES, "--tapered-ends", -1), "tapered = -1: must be")
+    odd = ("--tokens", 63, "--context", 63)
+    refused(
+        run("plan", model_file, "--pp", 2, "--ep", 2, *odd, "--tapered-ends", 1), "tapered = 1: must be 0 with an odd"
+    )
+    refused(
+        run("simulate", model_file, "--pp", 2, "--schedules", "all", "--tapered-ends", 1), "--tapered-ends", "left out"
+    )
 
 
 def test_a_comparison_takes_no_options_of_one_plan(model_file: Path) -> None:
