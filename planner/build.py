@@ -130,7 +130,7 @@ def build_plan(
         solver=solver,
         evaluations=evaluations,
     )
-    makers = _makers(costs, recompute, comm_sms, model, order)
+    makers = _makers(costs, recompute, comm_sms, model, order, tapered)
     tried: list[tuple[Setting, Fit]] = []
     for make in makers:
         table = make()
@@ -259,7 +259,7 @@ def _order(
 
 
 def _makers(
-    costs: Costs, recompute: str, comm_sms: Sequence[int], model: ModelSpec, order: Template
+    costs: Costs, recompute: str, comm_sms: Sequence[int], model: ModelSpec, order: Template, tapered: int
 ) -> list[Callable[[], CostTable]]:
     """Makers of the cost tables to try, weakest recomputation first."""
     if isinstance(costs, CostTable):
@@ -271,7 +271,7 @@ def _makers(
     policies = list(Recompute) if recompute == "auto" else [Recompute(recompute)]
     if not comm_sms:
         return [partial(costs, policy) for policy in policies]
-    return [partial(best_budget, costs, policy, comm_sms, model, order) for policy in policies]
+    return [partial(best_budget, costs, policy, comm_sms, model, order, tapered=tapered) for policy in policies]
 
 
 def size_problems(mesh: Mesh, microbatches: int) -> list[Problem]:

@@ -22,9 +22,15 @@ budgets to choose from."""
 
 
 def best_budget(
-    costs: Callable[..., CostTable], recompute: Recompute, budgets: Sequence[int], model: ModelSpec, template: Template
+    costs: Callable[..., CostTable],
+    recompute: Recompute,
+    budgets: Sequence[int],
+    model: ModelSpec,
+    template: Template,
+    *,
+    tapered: int = 0,
 ) -> CostTable:
-    """The cost table of the best budget; its provenance notes the others.
+    """The cost table of the best budget; its provenance notes the others. ``tapered``: as in ``Setting``.
 
     Raises PlanError for a budget below 1, CostError for one that the device does not have.
     """
@@ -32,7 +38,7 @@ def best_budget(
     if wrong:
         raise PlanError.of("plan request", [Problem("comm_sms", wrong[0], "a number of SMs of at least 1")])
     tables = [costs(recompute, comm_sms=budget) for budget in sorted(set(budgets))]
-    steps = [_step_ns(table, model, template) for table in tables]
+    steps = [_step_ns(table, model, template, tapered) for table in tables]
     best = min(range(len(tables)), key=steps.__getitem__)
     if len(tables) == 1:
         return tables[0]
@@ -42,7 +48,8 @@ def best_budget(
     return replace(chosen, provenance=replace(chosen.provenance, notes=(*chosen.provenance.notes, note)))
 
 
-def _step_ns(table: CostTable, model: ModelSpec, template: Template) -> int:
+def _step_ns(table: CostTable, model: ModelSpec, template: Template, tapered: int) -> int:
     bounds = serial_balanced(model, table, template.stage_ranks)
     assert bounds is not None, "without a limit there is always a partition"
-    return Setting(model, table, template, limit=0, method=template.interleaving or "align").step_ns(bounds)
+    method = template.interleaving or "align"
+    return Setting(model, table, template, limit=0, method=method, tapered=tapered).step_ns(bounds)

@@ -14,7 +14,9 @@ from tessera_rt.costs import CostTable
 from tessera_rt.errors import Problem, ScheduleError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.plan import ActionKind, Plan
+from tessera_rt.scheduler.chunked import MOE_HALVES
 from tessera_rt.scheduler.graphs import chunk_graph
+from tessera_rt.scheduler.part_costs import part_costs
 from tessera_rt.tasks import Pass, Resource, Task
 from tessera_rt.timeline import Span, Timeline
 
@@ -28,7 +30,8 @@ def check_timeline(
 
     Looked at: every task once and on its rank and lane, one task at a time on a lane, nothing before what it needs, no
     backward before its forward, no pass before the message it waits for. ``exact``: durations too, which are those of
-    the costs (compute up to 1 + contention times as long). For a step with overlap.
+    the costs (compute up to 1 + contention times as long), in a plan with MoE layers in halves or tapered ends of
+    those that hold for the pass. For a step with overlap.
     """
     tasks = _tasks(plan, model, costs)
     problems = [*_spans(timeline, plan, tasks)]
@@ -46,11 +49,13 @@ def check_timeline(
 
 def _tasks(plan: Plan, model: ModelSpec, costs: CostTable) -> dict[_Place, Task]:
     tasks: dict[_Place, Task] = {}
+    of_parts = part_costs(plan.actions, model, costs, halves=MOE_HALVES in plan.simulate_only, tapered=plan.tapered)
     for action in (action for row in plan.actions for action in row):
-        for part in action.passes:
+        tables = (costs,) * len(action.passes) if of_parts is None else of_parts.tables(action)
+        for part, table in zip(action.passes, tables, strict=True):
             stage = plan.stages[part.stage]
             pass_ = Pass.B if part.kind is ActionKind.I else Pass(str(part.kind))
-            graph = chunk_graph(model, costs, stage.start, stage.stop, pass_, with_w=part.kind is not ActionKind.I)
+            graph = chunk_graph(model, table, stage.start, stage.stop, pass_, with_w=part.kind is not ActionKind.I)
             for task in graph.tasks:
                 tasks[part.stage, part.microbatch, task.name] = task
     return tasks

@@ -26,7 +26,7 @@ from tessera_rt.errors import PlanError, Problem, SpecError
 from tessera_rt.model_spec import ModelSpec
 from tessera_rt.moe.steps import Placement, TaskModel, Transport
 from tessera_rt.moe.transport import make_transport
-from tessera_rt.plan import TAPERED_ENDS, ActionKind, Message, Plan, messages_from, output_of
+from tessera_rt.plan import ActionKind, Message, Plan, messages_from, output_of
 from tessera_rt.plan_check import check_plan
 from tessera_rt.timeline import Timeline
 
@@ -320,6 +320,10 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_EMULATED = ("mtp", "tp")
+"""Simulate-only features that change durations alone; the emulated device has one duration for every task."""
+
+
 def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int, *, emulated: bool) -> None:
     """Raises PlanError unless this engine can run the plan on this many processes."""
     problems: list[Problem] = []
@@ -328,7 +332,7 @@ def _refuse_unrunnable(plan: Plan, spec: ModelSpec, world: int, *, emulated: boo
     problems += [
         Problem("simulate_only", feature, "empty for a plan that is run", "this feature can only be simulated")
         for feature in plan.simulate_only
-        if not emulated or feature == TAPERED_ENDS  # the emulated device has costs of one size
+        if not (emulated and feature in _EMULATED)
     ]
     if plan.workload.dtype not in DTYPES:
         problems.append(Problem("workload.dtype", plan.workload.dtype, " | ".join(DTYPES)))

@@ -34,7 +34,7 @@ def test_the_engine_refuses_tensor_parallelism(emulated: bool) -> None:
 
 
 @pytest.mark.parametrize("emulated", [False, True])
-def test_the_engine_refuses_tapered_ends(emulated: bool) -> None:
+def test_the_engine_refuses_tapered_ends_and_halves(emulated: bool) -> None:
     """The emulated device, too: it has one duration for a task, whatever the micro-batch."""
     costs = roofline_costs(MODEL, Workload(tokens=512, context=512), load_device("h800"))
     plan = build_plan(MODEL, Mesh(pp=2), costs, microbatches=3, tapered=1, method="align", objective="serial")
@@ -42,5 +42,8 @@ def test_the_engine_refuses_tapered_ends(emulated: bool) -> None:
         _refuse_unrunnable(plan, MODEL, 2, emulated=emulated)
     (problem,) = error.value.problems
     assert (problem.field, problem.value) == ("simulate_only", TAPERED_ENDS)
+    halved = build_plan(MODEL, Mesh(pp=2), costs, microbatches=3, moe_halves=True, method="align", objective="serial")
+    with pytest.raises(PlanError, match="simulate_only = 'moe-halves'"):
+        _refuse_unrunnable(halved, MODEL, 2, emulated=emulated)
     with pytest.raises(PlanError, match="simulate_only.*a list with tapered-ends, since tapered is 1"):
         _refuse_unrunnable(replace(plan, simulate_only=()), MODEL, 2, emulated=emulated)

@@ -15,7 +15,7 @@ from tessera_rt.files.plan_files import plan_from_yaml, plan_to_yaml
 from tessera_rt.plan import TAPERED_ENDS, ActionKind, Mesh, Plan
 from tessera_rt.plan_check import check_plan
 from tessera_rt.planner.build import build_plan
-from tessera_rt.planner.memory_timeline import memory_series
+from tessera_rt.planner.memory_timeline import memory_series, template_of
 from tessera_rt.planner.sensitivity import sensitivity
 from tessera_rt.scheduler.check_timeline import check_timeline
 from tessera_rt.scheduler.chunked import MOE_HALVES
@@ -23,6 +23,7 @@ from tessera_rt.scheduler.replicas import prepare, simulate_replicas
 from tessera_rt.scheduler.simulate import simulate, simulate_schedule
 from tessera_rt.scheduler.templates import build_template
 from tessera_rt.scheduler.torch_csv import plan_to_csv
+from tessera_rt.scheduler.validate import validate_template
 from tessera_rt.testing.costs import moe_model, uniform_costs
 from tessera_rt.testing.random_costs import random_costs
 
@@ -78,6 +79,7 @@ def test_the_step_is_the_comparisons(template: str, halves: bool, w_pool: int) -
     )
     timeline = simulate(plan, MODEL, COSTS)
     assert timeline == compared and plan.solver.step_ns == compared.step_ns
+    assert simulate_replicas(prepare(plan, MODEL, COSTS)).step_ns == compared.step_ns
     check_timeline(timeline, plan, MODEL, COSTS)
     unmarked = replace(plan, tapered=0, microbatches=8, simulate_only=plan.simulate_only[:-1])
     assert simulate(unmarked, MODEL, COSTS).step_ns > timeline.step_ns
@@ -178,6 +180,7 @@ def test_round_trip() -> None:
     assert "microbatches: 6\n" in text and "tapered: 2\n" in text
     again = plan_from_yaml(text)
     assert again == PLAN and again.passes == 8
+    validate_template(template_of(again))
     plain = made(0)
     older = plan_to_yaml(plain).replace("tapered: 0\n", "")
     assert plan_from_yaml(older) == plain
