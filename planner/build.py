@@ -76,9 +76,9 @@ def build_plan(
     fifo | align | defer | exact | megatron; a template that prescribes one (megatron-1f1b) overrules it.
 
     ``group``: micro-batches of a group, for orders that go through groups. ``w_pool``: bytes on each rank for weight
-    gradients held back to the end of the step (``weight_pool.py``), 0 for none. ``moe_halves``: MoE layers of passes
-    that run alone go in two halves; such a plan can only be simulated. ``evaluations``: partitions that tuning the step
-    looks at (None: by the step's length).
+    gradients held back for gaps and the end of the step (``weight_pool.py``), 0 for none. ``moe_halves``: MoE layers of
+    passes that run alone go in two halves; such a plan can only be simulated. ``evaluations``: partitions that tuning
+    the step looks at (None: by the step's length).
 
     ``tapered``: so many micro-batches at either end of the step have half the tokens of a full one: 2 x ``tapered``
     small ones in place of ``tapered`` of the ``microbatches`` full ones. The step keeps its tokens, but divided among

@@ -31,8 +31,8 @@ from tessera_rt.timeline import Timeline
 
 EVALUATIONS = 400
 """Partitions that tuning looks at for a line."""
-POOL_SHARE = 0.25
-"""A W pool's bytes as a share of the activations that the fullest rank holds without it."""
+MOST_HELD = 1.25
+"""W pools take what a rank may hold: at most so many times what a rank holds under interleaved 1F1B in pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +157,16 @@ def compare(
     """
     costs = replace(costs, contention=contention_rate(costs, contention))
     known = known or Known()
+    usual = _template(Schedule(name="", template="interleaved-1f1b"), pp, vpp, microbatches)
+    bounds = serial_balanced(model, costs, usual.stage_ranks)
+    assert bounds is not None, "without a limit there is always a partition"
+    most_held = round(MOST_HELD * _held(MemoryModel(model, costs, usual), bounds))
     for schedule in schedules:
         if refusal(schedule, pp=pp, vpp=vpp, microbatches=microbatches) is None:
             template = _template(schedule, pp, vpp, microbatches)
             starts = known.starts.setdefault(template.name, [])
             setting = _setting(schedule, template, model, costs, known)
-            compared = _compared(schedule, setting, microbatches, starts, evaluations, seeds)
+            compared = _compared(schedule, setting, microbatches, starts, most_held, evaluations, seeds)
             if schedule.partition == "tuned":
                 starts.append(compared.bounds)
             yield compared
@@ -213,7 +217,13 @@ def _setting(schedule: Schedule, template: Template, model: ModelSpec, costs: Co
 
 
 def _compared(
-    schedule: Schedule, setting: Setting, microbatches: int, starts: Sequence[Bounds], evaluations: int, seeds: int
+    schedule: Schedule,
+    setting: Setting,
+    microbatches: int,
+    starts: Sequence[Bounds],
+    most_held: int,
+    evaluations: int,
+    seeds: int,
 ) -> Compared:
     template, model, costs = setting.template, setting.model, setting.costs
     if schedule.template == "dualpipe":
@@ -235,7 +245,7 @@ def _compared(
         else:
             bounds = _bounds(schedule, model, costs, template.stage_ranks)
         if schedule.w_pool:
-            setting, bounds = _pooled(setting, bounds, evaluations // 4)
+            setting, bounds = _pooled(setting, bounds, most_held, evaluations)
         memory = setting.memory.of(bounds)
         peak, activations = (max(rank.peak for rank in memory), _held(setting.memory, bounds))
         held = max(held_chunks(setting.template)) / template.vpp
@@ -267,17 +277,17 @@ def _compared(
     )
 
 
-def _pooled(setting: Setting, bounds: Bounds, evaluations: int) -> tuple[Setting, Bounds]:
+def _pooled(setting: Setting, bounds: Bounds, most_held: int, evaluations: int) -> tuple[Setting, Bounds]:
     """The setting with W pools, and a partition that is tuned to such pools if that is faster."""
-    first = _with_pools(setting, bounds)
-    tuned = step_tuned(first, [bounds], evaluations)
-    second = _with_pools(setting, tuned)
+    first = _with_pools(setting, bounds, most_held, evaluations // 2)
+    tuned = step_tuned(first, [bounds], evaluations // 4)
+    second = _with_pools(setting, tuned, most_held, evaluations // 2)
     return min(((first, bounds), (second, tuned)), key=lambda found: found[0].step_ns(found[1]))
 
 
-def _with_pools(setting: Setting, bounds: Bounds) -> Setting:
-    room = max(rank.activations + rank.pending_w for rank in setting.memory.of(bounds))
-    return setting.with_template(with_pools(setting, bounds, round(POOL_SHARE * room)).template)
+def _with_pools(setting: Setting, bounds: Bounds, most_held: int, simulations: int) -> Setting:
+    size = max(0, most_held - _held(setting.memory, bounds))
+    return setting.with_template(with_pools(setting, bounds, size, simulations=simulations).template)
 
 
 def _tuned(setting: Setting, starts: Sequence[Bounds], evaluations: int, seeds: int) -> Bounds:

@@ -70,16 +70,18 @@ class StepClock:
 
     def run(self, bounds: Bounds) -> Ran:
         """The step with the times of all tasks."""
-        chunks = ranges(bounds)
         costs = self.pairs.costs
-        numbers = {pairs: pairs.kinds(chunks).tolist() for pairs in (self.pairs, self.alone_pairs) if pairs is not None}
         return self._steps.run(
             self.blocks.blocks,
-            [self._block(action, chunks, numbers[self.pairs_of(action)]) for action in self._steps.kinds],
+            self._block_of(ranges(bounds)),
             occupancies(self.stage_ranks, bounds, self._outputs, costs),
             latency_ns=costs.link.latency_ns,
             contention=costs.contention,
         )
+
+    def waits(self, bounds: Bounds) -> list[list[int]]:
+        """Per rank and action: ns for which compute idles in front of it."""
+        return self._steps.waits(self.blocks.blocks, self._block_of(ranges(bounds)), self.run(bounds))
 
     def pairs_of(self, action: Action) -> PairCosts:
         """The costs that hold for an action."""
@@ -100,6 +102,11 @@ class StepClock:
         if self.alone_pairs is not None and self.alone_pairs not in self.blocks.small:
             self.blocks.small[self.alone_pairs] = PairCosts(model, tables.small_alone)
         return sizes, self.blocks.small
+
+    def _block_of(self, chunks: Sequence[Range]) -> list[int]:
+        """The block of each kind of action."""
+        numbers = {pairs: pairs.kinds(chunks).tolist() for pairs in (self.pairs, self.alone_pairs) if pairs is not None}
+        return [self._block(action, chunks, numbers[self.pairs_of(action)]) for action in self._steps.kinds]
 
     def _block(self, action: Action, chunks: Sequence[Range], numbers: Sequence[int]) -> int:
         pairs = self.pairs_of(action)

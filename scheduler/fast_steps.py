@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -198,6 +199,22 @@ class FastSteps:
         if length == DEADLOCK:
             raise ScheduleError.of("step", [Problem("order", "deadlock", "an order in which every pass can start")])
         return Ran(length, starts, ends, offsets)
+
+    def waits(self, blocks: Blocks, block_of: Sequence[int], ran: Ran) -> list[list[int]]:
+        """Per rank and action: ns for which compute idles in front of it (0 for an action without compute)."""
+        rows, lane_tasks, _ = blocks.arrays
+        action_block = np.asarray(block_of, dtype=np.int64)[self._action_kind]
+        found: list[list[int]] = []
+        for first, stop in pairwise(self._rank_first.tolist()):
+            free = 0  # since when
+            found.append([0] * (stop - first))
+            for action in range(first, stop):
+                begin, end = rows[action_block[action], 1:3]
+                if begin < end:
+                    place = ran.offsets[action]
+                    found[-1][action - first] = int(ran.starts[place + lane_tasks[begin, 0]]) - free
+                    free = int(ran.ends[place + lane_tasks[end - 1, 0]])
+        return found
 
 
 def occupancies(stage_ranks: Sequence[int], bounds: Sequence[int], sizes: Sequence[int], costs: CostTable) -> list[int]:

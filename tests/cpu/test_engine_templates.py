@@ -19,7 +19,7 @@ from tessera_rt.models.hybrid import HybridModel
 from tessera_rt.moe.steps import Placement
 from tessera_rt.plan import Mesh, Plan
 from tessera_rt.planner.build import build_plan, plan_with
-from tessera_rt.scheduler.orders_pooled import Pool, pooled
+from tessera_rt.scheduler.orders_pooled import Pool, late_room, passes_of, pooled
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.scheduler.templates import RULES, TEMPLATES, build_template
 from tessera_rt.testing.hybrids import random_costs, tiny_hybrid, token_batch
@@ -150,19 +150,24 @@ def test_the_emulated_device_agrees_with_the_simulator(pool: WorkerPool, pp: int
 
 @pytest.mark.parametrize("template", ["interleaved-1f1b", "dualpipe-v"])
 def test_w_pools_run_and_change_no_bit(pool: WorkerPool, template: str) -> None:
-    """W held back to the end, or beside later backwards, against the template's own order."""
+    """W held back to the end, or beside later passes and in front of them, against the template's own order."""
     mesh, m = Mesh(pp=2, vpp=2), 6
     own, costs = make_plan(template, mesh, m, seed=7)
     order = build_template(template, pp=2, vpp=2, microbatches=m, joint=True)
     cuts = [*(stage.start for stage in own.stages), len(SPEC.items)]
     plans = [own]
-    for pools in ((Pool(3), Pool(5)), (Pool(4, beside=True), Pool(9, beside=True))):
+    counts = [len(passes_of(row)) for row in order.actions]
+    for pools in (
+        [Pool(tuple(late_room(row, deferred))) for row, deferred in zip(order.actions, (3, 5), strict=True)],
+        [Pool(tuple(i // 3 % 3 for i in range(count)), beside=True) for count in counts],
+    ):
         rows = tuple(pooled(row, each) for row, each in zip(order.actions, pools, strict=True))
         plans.append(
             build_plan(SPEC, mesh, costs, microbatches=m, template=replace(order, actions=rows), fixed_bounds=cuts)
         )
     kinds = [{part.kind for row in plan.actions for action in row for part in action.passes} for plan in plans]
-    assert "W" in kinds[1] and any("I;" in key and key.endswith("W") for key in plans[2].interleavings)
+    assert "W" in kinds[1] and any(key.count(";") == 2 for key in plans[2].interleavings)
+    assert any(key[-1] == "W" and key.count(";") == 0 for key in plans[2].interleavings)
     batch = token_batch(SPEC, [(2, 5)] * m, seed=1)
     results: list[list[Gradients]] = pool.run(both_ways, mesh.world, [(plan, [batch]) for plan in plans], timeout_s=200)
     first = gathered(results, 0, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tessera_rt.costs import Link
 from tessera_rt.errors import ScheduleError
-from tessera_rt.plan import Action
+from tessera_rt.plan import Action, ActionKind
 from tessera_rt.planner.candidates import ranges
 from tessera_rt.planner.pair_costs import PairCosts
 from tessera_rt.planner.step_clock import StepClock
@@ -18,7 +18,7 @@ from tessera_rt.scheduler.chunked import alone, halved_costs
 from tessera_rt.scheduler.comparisons import dualpipe_template
 from tessera_rt.scheduler.fast_steps import Blocks, FastSteps
 from tessera_rt.scheduler.interleave import METHODS
-from tessera_rt.scheduler.orders_pooled import Pool, pooled
+from tessera_rt.scheduler.orders_pooled import Pool, passes_of, pooled
 from tessera_rt.scheduler.simulate import simulate_schedule, step_time
 from tessera_rt.scheduler.templates import RULES, TEMPLATES, build_template
 from tessera_rt.testing.costs import dense_model, moe_model, uniform_costs
@@ -45,8 +45,11 @@ def test_equal_to_the_simulator(seed: int, name: str, pp: int, vpp: int, groups:
         link=Link(latency_ns=seed % 40, bytes_per_s=data.draw(st.sampled_from([float("inf"), 1e9, 5e7]))),
         contention=data.draw(st.sampled_from([0.0, 0.15, 1.0])),
     )
-    pools = [Pool(data.draw(st.integers(0, 9)), data.draw(st.booleans())) for _ in range(pp)]
-    actions = [pooled(row, pool) for row, pool in zip(template.actions, pools, strict=True)]
+    rooms = [[data.draw(st.integers(0, 4)) for _ in passes_of(row)] for row in template.actions]
+    actions = [
+        pooled(row, Pool(tuple(room), data.draw(st.booleans())))
+        for row, room in zip(template.actions, rooms, strict=True)
+    ]
     pairs = PairCosts(model, costs, method=data.draw(st.sampled_from(METHODS[:2])))
     halves = data.draw(st.booleans())
     alone_pairs = PairCosts(model, halved_costs(model, costs), method="align") if halves else None
@@ -85,6 +88,19 @@ def test_times_of_every_task_and_two_copies() -> None:
     assert ran.step_ns == timeline.step_ns
     spans = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.lane != "LINK")
     assert sorted(zip(ran.starts[ran.starts >= 0].tolist(), ran.task_ends.tolist(), strict=True)) == spans
+
+
+def test_waits_by_hand() -> None:
+    """One forward through two ranks and back; W, without a place of its own, in the second rank's wait."""
+    model = dense_model(2)
+    pairs = PairCosts(model, random_costs(model, 3), method="align")
+    bounds = (0, 2, 4)
+    texts = [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
+    clock = StepClock((0, 1), [[Action.parse(text) for text in row] for row in texts], pairs)
+    there = pairs.solo(ActionKind.F, (0, 2))
+    away = pairs.solo(ActionKind.F, (2, 4)) + pairs.solo(ActionKind.I, (2, 4))
+    assert pairs.costs.link.latency_ns == 0
+    assert clock.waits(bounds) == [[0, away], [there, 0, 0]]
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera_rt.costs import ItemMemory
 from tessera_rt.plan import ActionKind, Mesh
 from tessera_rt.plan_check import check_plan
+from tessera_rt.planner import weight_pool
 from tessera_rt.planner.baselines import serial_balanced
 from tessera_rt.planner.build import build_plan
 from tessera_rt.planner.candidates import ranges
@@ -16,6 +20,7 @@ from tessera_rt.planner.weight_pool import with_pools
 from tessera_rt.scheduler.orders_pooled import pending
 from tessera_rt.scheduler.simulate import simulate
 from tessera_rt.scheduler.templates import build_template
+from tessera_rt.scheduler.validate import validate_template
 from tessera_rt.testing.costs import moe_model, uniform_costs
 from tessera_rt.testing.random_costs import random_costs
 
@@ -23,6 +28,13 @@ MODEL = moe_model(8)
 HEAVY_W = uniform_costs(
     MODEL, (10, 10, 10), comm_ns=4, memory=ItemMemory(weights=100, activations=40, pending_w=20, output=5)
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_simulations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_pool, "MOST_SIMULATIONS", 200)
+        yield
 
 
 def test_without_overlap_a_pool_shortens_the_end() -> None:
@@ -67,6 +79,25 @@ def test_plans_with_pools_are_sound_and_never_slower(seed: int, size: int, templ
     assert pooled.solver.step_ns == simulate(pooled, model, costs).step_ns
     assert pooled.simulate_only == ()
     check_plan(pooled, model)
+
+
+def test_w_run_where_a_rank_waits_in_the_steady_state() -> None:
+    """Layers of unequal length in groups of micro-batches: ranks wait between pairs, not only in the cool-down."""
+    template = build_template("interleaved-1f1b", pp=2, vpp=2, microbatches=8, joint=True)
+    costs = random_costs(MODEL, 5, contention=0.1)
+    setting = Setting(MODEL, costs, template, limit=0, method="align")
+    bounds = serial_balanced(MODEL, costs, template.stage_ranks)
+    assert bounds is not None
+    sizes = [setting.memory.pending_bytes(chunk) for chunk in ranges(bounds)]
+    size = 4 * max(sizes)
+    found = with_pools(setting, bounds, size)
+    assert found == with_pools(setting, bounds, size)
+    assert found.step_ns == setting.with_template(found.template).step_ns(bounds) < setting.step_ns(bounds)
+    assert all(pending(row, sizes) <= size for row in found.template.actions)
+    validate_template(found.template)
+    last = [max(i for i, a in enumerate(row) if "F" in a.key) for row in found.template.actions]
+    early = [a for row, stop in zip(found.template.actions, last, strict=True) for a in row[:stop] if "W" in a.key]
+    assert any(action.kind is ActionKind.W for action in early)
 
 
 def test_the_memory_limit_holds_with_pools() -> None:
