@@ -203,7 +203,7 @@ def _pooled(setting: Setting, found: Found, size: int) -> tuple[Setting, Found]:
     deferred = ", ".join(str(pool.deferred) for pool in made.pools)
     return setting.with_template(made.template), replace(
         found,
-        method=f"{found.method}; W pools of {deferred} backwards",
+        method=f"{found.method}; W pools of at most {deferred} W",
         alternatives=(*found.alternatives, ("without W pools", before), ("with W pools", made.step_ns)),
     )
 

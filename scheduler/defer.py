@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from tessera_rt.scheduler.lane_graph import COMM, COMP, LaneGraph
 
-WORK = 330
+WORK = 280
 """Tasks that may be listed in changes of one graph: with two orders to begin with, about a millisecond."""
 
 

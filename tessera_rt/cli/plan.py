@@ -84,7 +84,7 @@ Group = Annotated[
     typer.Option("--group", help="Micro-batches of a group in interleaved orders.", show_default="--pp or a bit more"),
 ]
 WPool = Annotated[
-    float, typer.Option("--w-pool", help="GiB on a rank for weight gradients held back to the end of the step.")
+    float, typer.Option("--w-pool", help="GiB on a rank for weight gradients held back for gaps and the step's end.")
 ]
 MoeHalves = Annotated[
     bool, typer.Option("--moe-halves", help="MoE layers in halves where passes run alone (a plan to simulate only).")
