@@ -255,7 +255,7 @@ def claims(rows: Sequence[Row]) -> list[str]:
         f"against grouped_mm: {min(ratios):.2f} to {max(ratios):.2f} times as fast, {mean:.2f} on (geometric) average; "
         f"in CPU time {min(cpu):.2f} to {max(cpu):.2f}, {cpu_mean:.2f} on average",
         f"targets: at least {LEAST} in every cell, {MEAN} on average, aim {AIM}",
-        f"peak memory (median of {PEAK_RUNS}) above all of grouped_mm's in: {', '.join(more) or 'no cell'}",
+        f"peak memory (median) above all of grouped_mm's in: {', '.join(more) or 'no cell'}",
     ]
 
 
