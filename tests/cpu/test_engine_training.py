@@ -142,9 +142,9 @@ OPTIMIZERS = [
     ("mesh", "tied"),
     [
         (Mesh(pp=2, vpp=2, ep=2), True),
-        (Mesh(pp=2, dp=2), True),
         (Mesh(dp=2, ep=2), False),
-        (Mesh(pp=4), True),
+        pytest.param(Mesh(pp=2, dp=2), True, marks=pytest.mark.slow),
+        pytest.param(Mesh(pp=4), True, marks=pytest.mark.slow),
     ],
 )
 def test_three_steps_equal_torchs_optimizer(pool: WorkerPool, mesh: Mesh, tied: bool, config: OptimizerConfig) -> None:

@@ -176,7 +176,7 @@ def test_mistakes_are_found_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> No
     assert not (tmp_path / "run-2").exists()
 
 
-@pytest.mark.parametrize("world", [1, 3, 8])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_case_16_another_number_of_processes(pool: WorkerPool, tmp_path: Path, world: int) -> None:
     config = config_for(tmp_path, mesh={"pp": 2, "dp": 2})
     for result in pool.run(entry, world, config, plan_for(config), timeout_s=120, expect_failure=True):
