@@ -10,7 +10,7 @@ than 4 GB of weights; ``eager``, not where its backward would write more than 10
 for every expert). The last two run in the last round only: they are slow. A step is zero_grad(set_to_none), forward,
 backward. Wall time decides; CPU time of the process stands beside it. Peak memory is the growth of the resident set
 over weights and inputs, in processes of its own for each side: the median of 5, since single ones differ by several
-percent.
+percent (in the committed results the two largest cells' was taken once, and memory in a run of its own, after times).
 
 Writes results/moe_layer.json and results/moe_layer.png; ``--quick``: the smallest cell, two rounds, no files.
 """
