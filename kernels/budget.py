@@ -6,7 +6,6 @@ kernel's block may fit beside ours on one SM; ``sharing.py`` says which configur
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +19,18 @@ INTERPRETED_SMS = 4  # a stand-in for the size of a GPU where kernels are interp
 
 @dataclass(frozen=True, slots=True)
 class SmBudget:
-    """``total`` SMs, ``communication`` of them kept for communication. Raises SpecError for an impossible split."""
+    """``total`` SMs, ``communication`` of them kept for communication; a ``total`` beyond the device's only makes
+    programs queue. Raises SpecError for an impossible split."""
 
     total: int
     communication: int = 0
 
     def __post_init__(self) -> None:
         problems = []
-        if self.total < 1:
-            problems.append(Problem("total", self.total, "at least 1"))
-        elif not 0 <= self.communication < self.total:
-            problems.append(Problem("communication", self.communication, f"from 0 to {self.total - 1}"))
+        if not _is_integer(self.total) or self.total < 1:
+            problems.append(Problem("total", self.total, "an integer, at least 1"))
+        elif not _is_integer(self.communication) or not 0 <= self.communication < self.total:
+            problems.append(Problem("communication", self.communication, f"an integer from 0 to {self.total - 1}"))
         if problems:
             raise SpecError.of("SM budget", problems)
 
@@ -56,22 +56,12 @@ class SmBudget:
             torch._C._set_sm_carveout_experimental(before)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def device_budget(device: torch.device, communication: int = 0) -> SmBudget:
     """The budget of a device with ``communication`` SMs set aside."""
     if device.type == "cuda":
         return SmBudget(torch.cuda.get_device_properties(device).multi_processor_count, communication)
     return SmBudget(INTERPRETED_SMS, communication)
-
-
-def architecture(device: torch.device) -> str:
-    """Name of the configuration table's architecture: sm90, sm100, ..., or ``interpreter`` for interpreted kernels.
-
-    Raises SpecError for a device that kernels cannot run on.
-    """
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return "sm100" if major == 10 else f"sm{major}{minor}"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return "interpreter"
-    remedy = "use tessera_rt.kernels.reference there"
-    raise SpecError.of("kernels", [Problem("device", str(device), "a CUDA device", remedy)])

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.kernels.budget import architecture
+from tessera_rt.kernels.architecture import architecture
 from tessera_rt.kernels.config_table import GATED_KERNELS, HALF, KERNELS, MINORS, TABLE, Config
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
 
@@ -139,8 +139,8 @@ def tile_heights(arch: str) -> tuple[int, ...]:
 
 
 def fingerprint(arch: str, minor: str) -> str:
-    """sha256 over every choice of the architecture with its configuration. A plan holds it: other configurations can
-    give other bits and other times."""
+    """sha256 over every choice of the architecture with its configuration, for a plan or a measurement to name: other
+    configurations can give other bits and other times."""
     table = [[asdict(choice), asdict(config_for(choice))] for choice in all_choices(arch, minor, (*HALF, "float32"))]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
@@ -148,8 +148,9 @@ def fingerprint(arch: str, minor: str) -> str:
 def precision(dtype: torch.dtype) -> str:
     """Input precision of products: fp32 by three tf32 products, within a few units of fp32's last place.
 
-    Plain tf32 is used when torch allows it (``torch.set_float32_matmul_precision("high")``).
+    Plain tf32 is used when torch allows it for its own (``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or
+    ``torch.set_float32_matmul_precision("high")``).
     """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"

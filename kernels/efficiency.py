@@ -72,6 +72,14 @@ class Bound:
         return "memory" if self.memory_bound < self.compute_bound else "compute"
 
 
+def layer_load(kernel: str, shape: ExpertShape, weight: str = "gate_up") -> str:
+    """Whether a layer's launch of a product gathers its rows ("gather") or finds them in order ("tma"): what comes from
+    the tokens is gathered, except that behind a bias the gradient of the rows exists in order."""
+    in_order = kernel in ("forward", "dgrad")
+    of_output = kernel == "gate_backward" or (kernel in WGRAD and weight == "down")
+    return "tma" if in_order or (of_output and shape.bias) else "gather"
+
+
 def product_sizes(kernel: str, shape: ExpertShape, weight: str = "gate_up") -> tuple[int, int]:
     """(N, K) of the product that a kernel does: for the weight gradient, those of the weight."""
     match kernel:
@@ -118,7 +126,8 @@ def bound_of(
     per_expert = shape.rows / shape.local_experts
     gated = kernel == "forward_gate" and shape.gate.gated
     if kernel in WGRAD:
-        down, across = ceil(n / config.block_m), ceil(k / config.block_n)
+        p, q = (k, n) if shape.transposed else (n, k)  # as stored: tiles lie along the rows of memory
+        down, across = ceil(p / config.block_m), ceil(q / config.block_n)
         steps = ceil(per_expert / config.block_k) * config.block_k
         computed = down * config.block_m * across * config.block_n * steps
     else:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import Problem
 from tessera_rt.kernels.expert_rows import expert_rows, expert_rows_backward
 from tessera_rt.kernels.gather_sum import gather_sum
@@ -115,7 +115,7 @@ class _ExpertMlp(torch.autograd.Function):
         return gather_sum(y, routed.position, router_weights, run=run)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, down, gate_up_bias, down_bias, router_weights, pre, y = ctx.saved_tensors
         weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)

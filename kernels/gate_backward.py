@@ -10,6 +10,7 @@ from tessera_rt.errors import Problem
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import plain, width_is_aligned
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned, gate_backward_any
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     DTYPES,
@@ -27,6 +28,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm import zero_rows_behind
 
 
+@on_operands_device
 def gate_backward(
     grad: Tensor,
     weight: Tensor,
@@ -79,7 +81,7 @@ def gate_backward(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SLICES": config.slices,
-        "GATHER": index is not None,
+        "GATHER": gathers,
         "ACTIVATION": int(gate.activation),
         "GATED": gate.gated,
         "INTERLEAVED": gate.gated and gate.interleaved,
@@ -99,7 +101,7 @@ def gate_backward(
             grad, weight, *shared, n, k, *grad.stride(), *weight.stride(), divisor, gate.alpha, gate.limit, **options
         )
     else:
-        a = readable(grad)
+        a = readable(grad, gathered=gathers)
         view, n_first = weight_view(weight)
         block_w = [1, config.block_n, config.block_k] if n_first else [1, config.block_k, config.block_n]
         kernel[grid](

@@ -11,6 +11,7 @@ from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_kernel,
     router_weight_gradient_kernel,
 )
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     DTYPES,
@@ -27,11 +28,12 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
 
 
+@on_operands_device
 def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, run: Run = DEFAULT_RUN) -> Tensor:
-    """``reference.gather_sum``: [R, H] (any strides), [T, K] int32, [T, K] fp32 -> [T, H] in the dtype of ``y``.
+    """``reference.gather_sum``: [R, H], [T, K] integers, [T, K] floats (any strides) -> [T, H] in the dtype of ``y``.
 
     Without ``weights`` it sums the rows of each token: the gradient of gathering them. ``position`` must be below R
-    everywhere, which is not checked. Raises SpecError.
+    everywhere, which is not checked. The result carries no gradient: see ``gather_sum_backward``. Raises SpecError.
     """
     problems = shape_problem("y", y, None, None)
     problems += tensor_problems("position", position, (None, None), INDEX_DTYPES, y.device)
@@ -54,6 +56,7 @@ def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, ru
     return out
 
 
+@on_operands_device
 def gather_sum_backward(
     grad: Tensor,
     y: Tensor,
@@ -64,7 +67,10 @@ def gather_sum_backward(
     *,
     run: Run = DEFAULT_RUN,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.gather_sum_backward``: (d y [R, H] in the dtype of ``y``, d weights [T, K] fp32); any strides."""
+    """``reference.gather_sum_backward``: (d y [R, H] in the dtype of ``y``, d weights [T, K] fp32); any strides.
+
+    ``source``, ``position`` and the rows' offsets are those of one ``place``, which is not checked. Raises SpecError.
+    """
     problems = shape_problem("grad", grad, position.shape[0], None) + shape_problem("y", y, rows.rows, grad.shape[-1])
     problems += tensor_problems("source", source, (rows.rows,), INDEX_DTYPES, grad.device)
     problems += tensor_problems("position", position, (None, None), INDEX_DTYPES, grad.device)
@@ -86,6 +92,7 @@ def gather_sum_backward(
     return d_y, d_weights
 
 
+@on_operands_device
 def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.router_weight_gradient``: row partials [R, tiles] fp32, position [T, K] -> d weights [T, K] fp32.
     Positions must be below R, which is not checked. Raises SpecError."""

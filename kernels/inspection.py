@@ -35,7 +35,8 @@ from tessera_rt.kernels.ptx_checks import (
     waits_without_acquire,
 )
 from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
-from tessera_rt.kernels.shipped import gate_launches, shipped_launches
+from tessera_rt.kernels.shipped import gate_launches, product_launches
+from tessera_rt.kernels.shipped_data import data_launches
 from tessera_rt.kernels.shipped_transport import transport_launches
 
 LARGE_TILE = 128
@@ -43,10 +44,11 @@ LARGE_TILE = 128
 
 def layer_launches(arch: str, minor: str) -> Iterator[Launch]:
     """Routing and the expert layer: all dtypes and size classes; fp32 has one aligned configuration for both sizes."""
-    yield from shipped_launches(arch, minor, dtypes=HALF, sizes=("large", "small", "any"))
-    yield from shipped_launches(arch, minor, dtypes=("float32",), sizes=("large", "any"))
+    yield from product_launches(arch, minor, dtypes=HALF, sizes=("large", "small", "any"))
+    yield from product_launches(arch, minor, dtypes=("float32",), sizes=("large", "any"))
     # One half dtype: fp16 has the same configurations, and the models' own gates are compiled in both.
     yield from gate_launches(arch, minor, dtypes=("bfloat16",), sizes=("large", "small"))
+    yield from data_launches(arch, minor)
 
 
 LISTS: tuple[Callable[[str, str], Iterator[Launch]], ...] = (layer_launches, transport_launches)
@@ -247,20 +249,25 @@ def report_rows(launches: Sequence[Launch], codes: dict[str, Code], target: Targ
     return rows
 
 
-def sharing_pairs(launches: Sequence[Launch], codes: dict[str, Code], target: Target) -> list[list[str]]:
-    """Pairs of launches whose blocks fit on one SM together: a product of the large class with any other kernel."""
-    named: dict[tuple[Footprint, bool], str] = {}
-    names = CodeNames()
+def sharing_table(launches: Iterable[Launch], codes: Mapping[str, Code], target: Target) -> list[dict[str, Any]]:
+    """For each configuration of the large products: the kernels of which a block fits beside its block on one SM,
+    whatever the dtype and variant of both (``always``), or for some of them (``sometimes``)."""
+    names, blocks, large = CodeNames(), dict[str, set[Footprint]](), set[str]()
     for launch in launches:
-        label = f"{launch.kernel}/{launch.load} {config_text(launch.config)} {launch.dtype}"
-        named.setdefault((codes[names.of(launch)].footprint, launch.is_product and launch.size == "large"), label)
-    large = [(label, footprint) for (footprint, is_large), label in named.items() if is_large]
-    return [
-        [label, other]
-        for label, footprint in large
-        for (second, _), other in named.items()
-        if can_share(footprint, second, target)
-    ]
+        name = f"{launch.kernel}/{launch.load}" if launch.is_product else launch.kernel
+        label = f"{name} {config_text(launch.config)}"
+        blocks.setdefault(label, set()).add(codes[names.of(launch)].footprint)
+        if launch.is_product and launch.size == "large":
+            large.add(label)
+    table = []
+    for label in sorted(large):
+        fits = {
+            other: {can_share(ours, theirs, target) for ours in blocks[label] for theirs in footprints}
+            for other, footprints in sorted(blocks.items())
+        }
+        always = [other for other, found in fits.items() if found == {True}]
+        table.append({"product": label, "always": always, "sometimes": [o for o, f in fits.items() if len(f) == 2]})
+    return table
 
 
 def config_text(config: Config) -> str:
@@ -288,7 +295,7 @@ def report(
         "fingerprint": fingerprint(target.name, triton_minor()),
         "codes": {name: asdict(code) for name, code in sorted(codes.items())},
         "rows": [asdict(row) for row in report_rows(launches, codes, target)],
-        "sharing": sharing_pairs(launches, codes, target),
+        "sharing": sharing_table(launches, codes, target),
     }
 
 

@@ -11,7 +11,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tessera_rt.kernels.config_table import KERNELS, ROWS_GEMM, Config
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
+_DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "int8": torch.int8, "int64": torch.int64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

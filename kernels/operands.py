@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.architecture import architecture
 from tessera_rt.kernels.budget import SmBudget, device_budget
 from tessera_rt.kernels.config_table import Config
 from tessera_rt.kernels.descriptors import is_aligned
@@ -29,7 +30,11 @@ class Run:
     trace: Trace | None = None
 
     def grid(self, kernel: Any, device: torch.device, tasks: int) -> tuple[tuple[int], Tensor | None]:
-        """The grid of a launch of ``kernel``, at most the budget's SMs, and its part of the trace."""
+        """The grid of a launch of ``kernel``, at most the budget's SMs, and its part of the trace.
+
+        Raises SpecError for a device that kernels cannot run on.
+        """
+        architecture(device)
         programs = (self.budget or device_budget(device)).programs(tasks)
         if self.trace is None:
             return (programs,), None
@@ -49,9 +54,14 @@ def launch_options(config: Config) -> dict[str, Any]:
     return {**warp_options(config.warps), "num_stages": config.stages}
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy if TMA (or 16-byte loads) cannot read it."""
-    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+def readable(tensor: Tensor, *, gathered: bool = False) -> Tensor:
+    """The tensor [R, C], or a contiguous copy if TMA cannot read it, or if it is gathered and 16-byte loads cannot.
+
+    Triton compiles 16-byte loads only for row strides that are multiples of 16 elements; with others a gathered product
+    loads element by element and spills.
+    """
+    fits = is_aligned(tensor) and (not gathered or tensor.stride(0) % 16 == 0)
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def weight_view(weight: Tensor) -> tuple[Tensor, bool]:

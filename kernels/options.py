@@ -60,8 +60,9 @@ class RouterRule:
     """How the top ``top_k`` experts of a token and their weights follow from its logits.
 
     Scores are softmax or sigmoid of the logits. With ``groups`` > 1 only the ``keep_groups`` best groups of experts
-    compete; a group counts as the sum of its two best choice scores or as its best one. ``softmax_after_topk``:
-    softmax over the chosen logits instead of all. ``renormalize``: weights / (their sum + eps). Then times ``scale``.
+    compete; a group counts as the sum of its two best choice scores or as its best one. The choice scores of the others
+    then are -inf. ``softmax_after_topk``: softmax over the chosen logits instead of all. ``renormalize``: weights /
+    (their sum + eps). Then times ``scale``.
     """
 
     top_k: int
@@ -76,7 +77,10 @@ class RouterRule:
 
     def check(self, experts: int) -> None:
         """Raises SpecError with all problems of the rule for this number of experts."""
-        problems = []
+        whole = {name: getattr(self, name) for name in ("top_k", "groups", "keep_groups")}
+        problems = [Problem(name, value, "a whole number") for name, value in whole.items() if type(value) is not int]
+        if problems:  # the rest compares these numbers
+            raise SpecError.of("router rule", problems)
         if not 1 <= experts <= MAX_EXPERTS:
             problems.append(Problem("experts", experts, f"from 1 to {MAX_EXPERTS}"))
         if not 1 <= self.top_k <= max(experts, 1):

@@ -71,20 +71,35 @@ def waits_without_acquire(ptx: str) -> list[str]:
 
 
 def plain_waits_in_source(source: str) -> list[str]:
-    """``while`` conditions of Python source that call ``load`` without volatile=True, as text."""
+    """The conditions of ``while`` loops of Python source that wait by ``load`` without volatile=True, as text: the
+    condition loads, or a variable of it is loaded again in the loop from an address that stays the same."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.While):
             continue
-        for call in ast.walk(node.test):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "load":
-                volatile = any(
-                    word.arg == "volatile" and isinstance(word.value, ast.Constant) and word.value.value is True
-                    for word in call.keywords
-                )
-                if not volatile:
-                    found.append(ast.unparse(node.test))
+        assigned = [step for part in node.body for step in ast.walk(part) if isinstance(step, ast.Assign)]
+        changed = {name for step in assigned for target in step.targets for name in _names(target)}
+        changed |= {name for part in node.body for step in ast.walk(part) if isinstance(step, ast.AugAssign)
+                    for name in _names(step.target)}  # fmt: skip
+        polls = list(_plain_loads(node.test))
+        for step in assigned:
+            if any(_names(target) & _names(node.test) for target in step.targets):
+                polls += [load for load in _plain_loads(step.value) if not _names(load) & changed]
+        found += [ast.unparse(node.test)] if polls else []
     return found
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def _plain_loads(node: ast.AST) -> Iterator[ast.Call]:
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "load":
+            given = {word.arg: word.value for word in call.keywords}
+            volatile = given.get("volatile")
+            if not (isinstance(volatile, ast.Constant) and volatile.value is True):
+                yield call
 
 
 @dataclass(frozen=True, slots=True)

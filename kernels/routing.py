@@ -14,8 +14,10 @@ import triton
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
-from tessera_rt.kernels.budget import SmBudget, architecture
+from tessera_rt.kernels.architecture import architecture
+from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.configs import tile_heights
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import DTYPES, ID_DTYPES, INDEX_DTYPES, Run, refuse, tensor_problems, warp_options
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
@@ -33,6 +35,7 @@ BLOCK_T = 4  # tokens per program of the choice
 PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
 
 
+@on_operands_device
 def topk(
     logits: Tensor,
     rule: RouterRule,
@@ -42,8 +45,9 @@ def topk(
     budget: SmBudget | None = None,
     trace: Trace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E], any strides;
-    ``bias`` [E], ``mask`` [T] bool. Raises SpecError."""
+    """``reference.topk`` in fp32: ids [T, K] int32 and weights [T, K] fp32 of ``logits`` [T, E] (bf16, fp16 or fp32,
+    any strides); ``bias`` [E], ``mask`` [T] bool. The weights carry no gradient: see ``topk_backward``.
+    Raises SpecError."""
     experts = _checked_logits("topk", logits, rule)
     tokens, top_k = logits.shape[0], rule.top_k
     problems = []
@@ -83,6 +87,7 @@ def topk(
     return ids, weights
 
 
+@on_operands_device
 def topk_backward(
     grad: Tensor,
     logits: Tensor,
@@ -126,6 +131,7 @@ def topk_backward(
     return out
 
 
+@on_operands_device
 def place(
     ids: Tensor, experts: int, *, budget: SmBudget | None = None, trace: Trace | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +187,7 @@ def route_rows(
     budget: SmBudget | None = None,
     trace: Trace | None = None,
 ) -> Routed:
-    """``place`` and ``expert_rows`` of choices ``ids`` [T, K] over a buffer of T K rows."""
+    """``place`` and ``expert_rows`` of choices ``ids`` [T, K] over a buffer of T K rows. Raises SpecError."""
     position, source, offsets = place(ids, experts, budget=budget, trace=trace)
     return Routed(position, source, expert_rows(offsets, ids.numel(), block_ms, trace=trace))
 
@@ -219,8 +225,10 @@ class ExpertRows:
         raise SpecError.of("expert rows", [Problem("block_m", block_m, f"one of {have}", "pass it to expert_rows")])
 
 
+@on_operands_device
 def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None = None) -> TileTable:
-    """``reference.tile_table`` on the device, for at most ``rows`` rows."""
+    """``reference.tile_table`` of ``offsets`` [E + 1] int32 on the device. There must be at most ``rows`` rows, which
+    only the device could check. Raises SpecError."""
     offsets = _checked_offsets(offsets)
     if rows > block_m << 16:
         raise SpecError.of("tile table", [Problem("rows", rows, f"at most {block_m << 16} with tiles of {block_m}")])
@@ -239,7 +247,7 @@ def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None 
 
 def expert_rows(offsets: Tensor, rows: int, block_ms: Sequence[int] = (), *, trace: Trace | None = None) -> ExpertRows:
     """Tile tables for ``offsets`` [E + 1] int32 over a buffer of ``rows`` rows, by default for every tile height that
-    the configurations of this device have."""
+    the configurations of this device have. Raises SpecError."""
     offsets = _checked_offsets(offsets)
     block_ms = block_ms or tile_heights(architecture(offsets.device))
     return ExpertRows(rows, offsets, tuple(tile_table(offsets, rows, block_m, trace=trace) for block_m in block_ms))

@@ -182,7 +182,8 @@ def topk_backward_kernel(
             p = p / tl.sum(p, axis=1)[:, None]
         if RENORMALIZE:
             total = tl.sum(p, axis=1)[:, None] + eps
-            g = g / total - tl.sum(g * p, axis=1)[:, None] / (total * total)
+            # Never total squared: of small scores it is 0 in fp32 long before total is.
+            g = (g - tl.sum(g * p, axis=1)[:, None] / total) / total
         if AFTER_TOPK:
             g = p * (g - tl.sum(g * p, axis=1)[:, None])
         d = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
@@ -190,7 +191,7 @@ def topk_backward_kernel(
             here = (choices == k)[None, :]
             column = tl.sum(tl.where(here, chosen, 0), axis=1)
             value = tl.sum(tl.where(here, g, 0.0), axis=1)
-            d = tl.where(columns[None, :] == column[:, None], value[:, None], d)
+            d += tl.where(columns[None, :] == column[:, None], value[:, None], 0.0)
         if not AFTER_TOPK:
             if SIGMOID:
                 d = d * scores * (1.0 - scores)

@@ -1,7 +1,8 @@
 """The rows GEMM: products of rows ordered by expert with their expert's weight; forward and input gradient.
 
-Two classes. *Aligned*: row widths are multiples of 16 elements; tensor cores fed by TMA. Inputs whose strides TMA
-cannot read (transposed, expanded, sliced) are copied once. *Any size*: masked pointers, any strides, no speed claimed.
+Two classes. *Aligned*: row widths are multiples of 16 elements; tensor cores fed by TMA. Operands whose strides or
+address TMA cannot read (expanded, of an odd slice; rows that are transposed), or 16-byte loads where rows are gathered,
+are copied in every call. *Any size*: masked pointers, any strides, no speed claimed.
 Which one runs follows from the sizes alone, so that bits do not depend on strides or addresses.
 """
 
@@ -15,6 +16,7 @@ from tessera_rt.errors import Problem
 from tessera_rt.kernels.config_table import ROWS_GEMM
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import plain, width_is_aligned
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
@@ -31,6 +33,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned, rows_gemm_any, zero_tail_kernel
 
 
+@on_operands_device
 def rows_gemm(
     x: Tensor,
     weight: Tensor,
@@ -105,7 +108,7 @@ def rows_gemm(
             **options,
         )  # fmt: skip
     else:
-        a = readable(x)
+        a = readable(x, gathered=index is not None)
         view, n_first = weight_view(weight)
         block_w = _weight_block(config.block_n, config.block_k, n_first, gate)
         if gate.gated and not gate.interleaved:
@@ -123,6 +126,7 @@ def rows_gemm(
     return out, pre
 
 
+@on_operands_device
 def zero_rows_behind(tensor: Tensor, rows: ExpertRows, run: Run = DEFAULT_RUN) -> None:
     """Zeros in the rows of ``tensor`` [R, N] (contiguous) that belong to no expert."""
     grid, trace = run.grid(zero_tail_kernel, tensor.device, triton.cdiv(rows.rows, 32))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tessera_rt.kernels.options import Activation, Gate
+from tessera_rt.kernels.options import Activation, Gate, RouterRule
 
 TOKENS_PER_RANK = 8192
 SWIGLU = Gate()
@@ -16,7 +16,10 @@ RANKS = 8  # expert-parallel ranks among which the experts are divided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """One model's expert layer. ``hidden`` is the experts' input size; ``transposed``: weights are stored [E, K, N]."""
+    """One model's expert layer. ``hidden`` is the experts' input size; ``transposed``: weights are stored [E, K, N].
+
+    ``score``, ``groups``: the router's, as in ``RouterRule``; half of the groups are kept.
+    """
 
     name: str
     hidden: int
@@ -26,6 +29,8 @@ class ExpertShape:
     gate: Gate = SWIGLU
     bias: bool = False
     transposed: bool = False
+    score: str = "softmax"
+    groups: int = 1
 
     @property
     def local_experts(self) -> int:
@@ -41,6 +46,25 @@ class ExpertShape:
         """Columns of the first product."""
         return self.intermediate * (2 if self.gate.gated else 1)
 
+    @property
+    def choice_bias(self) -> bool:
+        """Whether the router's choice has a bias: that of every model here with sigmoid scores."""
+        return self.score == "sigmoid"
+
+    @property
+    def rule(self) -> RouterRule:
+        """How the model's router chooses; GPT-OSS takes the softmax of the chosen logits."""
+        after = self.gate.activation is Activation.SWIGLU_OSS
+        return RouterRule(
+            top_k=self.top_k, score=self.score, softmax_after_topk=after, renormalize=not after,
+            groups=self.groups, keep_groups=max(self.groups // 2, 1),
+        )  # fmt: skip
+
+    @property
+    def odd(self) -> ExpertShape:
+        """Nearly the same layer in the any-size class: no width is a multiple of 16 elements."""
+        return replace(self, hidden=self.hidden - 1, intermediate=self.intermediate - 1)
+
 
 _OSS = Gate(activation=Activation.SWIGLU_OSS, interleaved=True)
 _RELU2 = Gate(activation=Activation.RELU2)
@@ -49,13 +73,19 @@ SHAPES = (
     ExpertShape(name="qwen3-30b-a3b", hidden=2048, intermediate=768, experts=128, top_k=8),
     ExpertShape(name="qwen3-235b-a22b", hidden=4096, intermediate=1536, experts=128, top_k=8),
     ExpertShape(name="qwen3-next-80b", hidden=2048, intermediate=512, experts=512, top_k=10),
-    ExpertShape(name="deepseek-v3", hidden=7168, intermediate=2048, experts=256, top_k=8),
+    ExpertShape(
+        name="deepseek-v3", hidden=7168, intermediate=2048, experts=256, top_k=8, score="sigmoid", groups=8,
+    ),
     ExpertShape(
         name="gpt-oss-120b", hidden=2880, intermediate=2880, experts=128, top_k=4,
         gate=_OSS, bias=True, transposed=True,
     ),
-    ExpertShape(name="nemotron-3-nano", hidden=2688, intermediate=1856, experts=128, top_k=6, gate=_RELU2),
-    ExpertShape(name="nemotron-3-super", hidden=1024, intermediate=2688, experts=512, top_k=22, gate=_RELU2),
+    ExpertShape(
+        name="nemotron-3-nano", hidden=2688, intermediate=1856, experts=128, top_k=6, gate=_RELU2, score="sigmoid",
+    ),
+    ExpertShape(
+        name="nemotron-3-super", hidden=1024, intermediate=2688, experts=512, top_k=22, gate=_RELU2, score="sigmoid",
+    ),
 )  # fmt: skip
 
 

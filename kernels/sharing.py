@@ -2,6 +2,7 @@
 
 A smaller grid reserves no SM by itself: another kernel's block fits beside ours wherever registers, shared memory and
 threads allow it. To reserve SMs for communication, its configuration must be one that cannot share (or is meant to).
+Not counted: the tensor memory of Blackwell, which holds accumulators there; two products may fit less often than said.
 """
 
 from __future__ import annotations

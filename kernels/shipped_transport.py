@@ -8,6 +8,7 @@ from typing import Any
 import triton
 
 from tessera_rt.kernels.launch import Launch, element_size, kernel_launch, tensor_like
+from tessera_rt.kernels.operands import warp_options
 from tessera_rt.kernels.shapes import RANKS, SHAPES, TOKENS_PER_RANK, ExpertShape
 from tessera_rt.kernels.transport import (
     BLOCK,
@@ -67,17 +68,18 @@ def _counting(shape: ExpertShape, traffic: Traffic) -> Iterator[Launch]:
         traffic.choices,
     )
     block_w = triton.next_power_of_2(traffic.world)
-    reach = {"J": j, "BLOCK": REACH_BLOCK, "BLOCK_W": block_w, "TRACE": False, "num_warps": REACH_WARPS}
-    count = {"BLOCK": COUNT_BLOCK, "BLOCK_W": block_w, "TRACE": False, "num_warps": COUNT_WARPS}
+    reach = {"J": j, "BLOCK": REACH_BLOCK, "BLOCK_W": block_w, "TRACE": False, **warp_options(REACH_WARPS)}
+    count = {"BLOCK": COUNT_BLOCK, "BLOCK_W": block_w, "TRACE": False, **warp_options(COUNT_WARPS)}
     sizes = f"E {e} K {traffic.top_k} {traffic.dispatch}"
 
     def launch(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
         return kernel_launch(shape.name, "int32", sizes, function, args, options)
 
-    for lag in (0, UNDER_WAY):
+    # The first phase is number 1, which the compiler treats apart.
+    for lag, phase in ((0, 3), (UNDER_WAY, 3), (UNDER_WAY, 1)):
         yield launch(
-            wait_kernel, (ints, ints, ints, None, traffic.world, POLLS_CUDA, 3),
-            {"LAG": lag, "TRACE": False, "num_warps": 1},
+            wait_kernel, (ints, ints, ints, None, traffic.world, POLLS_CUDA, phase),
+            {"LAG": lag, "TRACE": False, **warp_options(1)},
         )  # fmt: skip
     yield launch(reach_kernel, (ints, ints, None, units, traffic.world, e, local), reach)
     yield launch(
@@ -98,7 +100,7 @@ def _counting(shape: ExpertShape, traffic: Traffic) -> Iterator[Launch]:
     yield launch(
         limit_rows_kernel,
         (ints, ints, ints, ints, None, traffic.units_received * j, traffic.rows, local),
-        {"BLOCK": 128, "TRACE": False, "num_warps": 4},
+        {"BLOCK": 128, "TRACE": False, **warp_options(4)},
     )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def _moving(shape: ExpertShape, traffic: Traffic, dtype: str) -> Iterator[Launch
     layout, h, stride, w = Layout.of(traffic), traffic.hidden, traffic.row_stride, traffic.world
     units, j = traffic.tokens * traffic.units_per_token, traffic.choices
     blocks = {
-        "BLOCK": BLOCK, "BLOCK_H": BLOCK_H, "BLOCK_W": triton.next_power_of_2(w), "TRACE": False, "num_warps": WARPS,
+        "BLOCK": BLOCK, "BLOCK_H": BLOCK_H, "BLOCK_W": triton.next_power_of_2(w), "TRACE": False, **warp_options(WARPS),
     }  # fmt: skip
     reduced, element = traffic.combine is Combine.REDUCED, element_size(dtype)
     sizes = f"H {h} K {traffic.top_k} {traffic.dispatch} {traffic.combine}"
@@ -116,8 +118,7 @@ def _moving(shape: ExpertShape, traffic: Traffic, dtype: str) -> Iterator[Launch
     def launch(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
         return kernel_launch(shape.name, dtype, sizes, function, args, blocks | options, least_store_bytes=WIDE)
 
-    for backward in (False, True):
-        meta = not backward
+    for meta in (True, False):  # tokens, and gradients on the same way
         yield launch(
             rows_put_kernel,
             (table, x, ints, ints, floats if meta else None, ints, ints, ints, None, 3, w, units, h, h,
@@ -132,19 +133,21 @@ def _moving(shape: ExpertShape, traffic: Traffic, dtype: str) -> Iterator[Launch
              stride, traffic.local_experts, *(region.size for region in regions), layout.free),
             {"J": j, "META": meta, "ELEMENT": element},
         )  # fmt: skip
-        gradient = floats if backward else None
+    # Outputs with the router's weights; gradients, with those of the router's weights or without (a frozen router).
+    for weighted, with_gradient in ((True, False), (False, True), (False, False)):
+        gradient = floats if with_gradient else None
         yield launch(
             returns_put_kernel,
             (table, x, ints, ints, ints, floats, gradient, ints, ints, ints, ints, None, 3, w, h, h, stride,
              layout.returned.start, layout.returned.size, layout.gradients.start, layout.gradients.size, 0),
-            {"J": j, "REDUCED": reduced, "HAS_WEIGHTS": reduced and not backward, "HAS_GRADIENT": backward,
+            {"J": j, "REDUCED": reduced, "HAS_WEIGHTS": reduced and weighted, "HAS_GRADIENT": with_gradient,
              "ELEMENT": element},
         )  # fmt: skip
-        weighted = not reduced and not backward
+        at_home = weighted and not reduced
         yield launch(
             returns_take_kernel,
-            (table, x, floats, ints, ints, floats if weighted else None, ints, ints, ints, x, gradient, None, 3, w,
+            (table, x, floats, ints, ints, floats if at_home else None, ints, ints, ints, x, gradient, None, 3, w,
              traffic.tokens, h, stride, layout.returned.size, layout.gradients.size, layout.free),
-            {"PARTS": traffic.parts, "TOP_K": traffic.top_k, "HAS_WEIGHTS": weighted, "HAS_GRADIENT": backward,
+            {"PARTS": traffic.parts, "TOP_K": traffic.top_k, "HAS_WEIGHTS": at_home, "HAS_GRADIENT": with_gradient,
              "ELEMENT": element},
         )  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError, TransportError
 from tessera_rt.kernels.budget import SmBudget, device_budget
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     ID_DTYPES,
@@ -33,6 +34,7 @@ from tessera_rt.kernels.operands import (
     refuse,
     shape_problem,
     tensor_problems,
+    warp_options,
 )
 from tessera_rt.kernels.peer_memory import PeerAllocator
 from tessera_rt.kernels.routing import PLACE_BLOCK, Routed, expert_rows, place
@@ -137,7 +139,7 @@ class PeerTransport:
         counts_put_kernel[grid](
             self._memory.bases, of_experts, of_ranks, self._counters[channel, 0, 0], self._words,
             self._counters[channel, 2, 0], places, layout.counts.start, layout.counts.size, *slab,
-            BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, num_warps=COUNT_WARPS, **traced,
+            BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, **warp_options(COUNT_WARPS), **traced,
         )  # fmt: skip
         return Issued(lambda: self._placed(number, tokens, ids, before))
 
@@ -194,7 +196,7 @@ class PeerTransport:
             gradients.size, self._ready_flag(channel),
             J=traffic.choices, REDUCED=reduced, HAS_WEIGHTS=weighted and reduced,
             HAS_GRADIENT=router_gradient is not None,
-            ELEMENT=traffic.dtype.itemsize, BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, num_warps=WARPS,
+            ELEMENT=traffic.dtype.itemsize, BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, **warp_options(WARPS),
             **traced,
         )  # fmt: skip
         weights = received.sent_weights if weighted and not reduced else None
@@ -251,7 +253,7 @@ class PeerTransport:
         grid, places, traced = self._grid(reach_kernel, tiles)
         reach_kernel[grid](
             ids, before, places, units, self.world, traffic.experts, traffic.local_experts,
-            J=choices, BLOCK=REACH_BLOCK, BLOCK_W=self._block_w, num_warps=REACH_WARPS, **traced,
+            J=choices, BLOCK=REACH_BLOCK, BLOCK_W=self._block_w, **warp_options(REACH_WARPS), **traced,
         )  # fmt: skip
         self._scan(before, of_ranks)
         total = ids.numel()
@@ -261,7 +263,7 @@ class PeerTransport:
         grid, places, traced = self._grid(histogram_kernel, place_tiles)
         histogram_kernel[grid](
             ids, of_tiles, places, total, place_tiles, traffic.experts, choices, choices, 1,
-            BLOCK=PLACE_BLOCK, BLOCK_E=32, num_warps=4, **traced,
+            BLOCK=PLACE_BLOCK, BLOCK_E=32, **warp_options(4), **traced,
         )  # fmt: skip
         self._scan(of_tiles, of_experts)
         return before, of_ranks, of_experts
@@ -270,7 +272,9 @@ class PeerTransport:
         """Counts of tiles [tiles, columns] become those of earlier tiles, in place; totals [columns]."""
         tiles, columns = counts.shape
         grid, places, traced = self._grid(tile_scan_kernel, triton.cdiv(columns, 32))
-        tile_scan_kernel[grid](counts, totals, places, tiles, columns, BLOCK_T=64, BLOCK_E=32, num_warps=4, **traced)
+        tile_scan_kernel[grid](
+            counts, totals, places, tiles, columns, BLOCK_T=64, BLOCK_E=32, **warp_options(4), **traced
+        )
 
     def _placed(self, number: int, tokens: int, ids: Tensor, before: Tensor) -> Placement:
         traffic, channel, layout = self.traffic, Channel.COUNTS, self._layout
@@ -283,7 +287,7 @@ class PeerTransport:
             self._counters[channel, 3, 0], counts, first, incoming, places,
             layout.counts.size, self._free_flag(channel), self.rank, self.world, traffic.experts,
             traffic.units_received, traffic.rows,
-            BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, num_warps=COUNT_WARPS, **traced,
+            BLOCK=COUNT_BLOCK, BLOCK_W=self._block_w, **warp_options(COUNT_WARPS), **traced,
         )  # fmt: skip
         units = ids.shape[0]
         slots, home = self._ints(units, self.world), self._ints(tokens, traffic.top_k)
@@ -291,7 +295,7 @@ class PeerTransport:
         slots_kernel[grid](
             ids, before, first, self._words, slots, home, places,
             units, self.world, traffic.experts, traffic.local_experts, traffic.units_received,
-            J=traffic.choices, BLOCK=REACH_BLOCK, BLOCK_W=self._block_w, num_warps=REACH_WARPS, **traced,
+            J=traffic.choices, BLOCK=REACH_BLOCK, BLOCK_W=self._block_w, **warp_options(REACH_WARPS), **traced,
         )  # fmt: skip
         return Placement(traffic, tokens, ids, slots, home, counts, incoming)
 
@@ -308,7 +312,7 @@ class PeerTransport:
             layout.origin.size, layout.ids.start, layout.ids.size, layout.weights.start, layout.weights.size,
             self._ready_flag(channel),
             J=traffic.choices, META=weights is not None,
-            BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, num_warps=WARPS,
+            BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, **warp_options(WARPS),
             **traced,
         )  # fmt: skip
         return number
@@ -336,7 +340,7 @@ class PeerTransport:
             traffic.row_stride, traffic.local_experts, layout.rows.size, layout.origin.size, layout.ids.size,
             layout.weights.size, self._free_flag(channel),
             J=traffic.choices, META=meta is not None, ELEMENT=traffic.dtype.itemsize,
-            BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, num_warps=WARPS,
+            BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, **warp_options(WARPS),
             **traced,
         )  # fmt: skip
         return out
@@ -358,7 +362,7 @@ class PeerTransport:
             self.rank, self.world, tokens, traffic.hidden, traffic.row_stride, layout.returned.size,
             layout.gradients.size, self._free_flag(channel),
             PARTS=traffic.parts, TOP_K=traffic.top_k, HAS_WEIGHTS=weights is not None, HAS_GRADIENT=gradient,
-            ELEMENT=traffic.dtype.itemsize, BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, num_warps=WARPS,
+            ELEMENT=traffic.dtype.itemsize, BLOCK=BLOCK, BLOCK_H=block_h, BLOCK_W=self._block_w, **warp_options(WARPS),
             **traced,
         )  # fmt: skip
         return Combined(out, out_gradient)
@@ -386,7 +390,7 @@ class PeerTransport:
         grid, places, traced = self._grid(wait_kernel, 1)
         wait_kernel[grid](
             self._counters[channel, side, 0], flags[channel], self._words, places, self.world, self._polls,
-            _phase(channel, side), LAG=lag, num_warps=1, **traced,
+            _phase(channel, side), LAG=lag, **warp_options(1), **traced,
         )  # fmt: skip
 
     def _ready_flag(self, channel: Channel) -> int:
@@ -405,7 +409,11 @@ class PeerTransport:
         return int(min(BLOCK_H, triton.next_power_of_2(self.traffic.hidden)))
 
     def _grid(self, kernel: object, tasks: int) -> tuple[tuple[int], Tensor | None, dict[str, bool]]:
-        """Grid, its part of the trace, and the kernel's option that says whether there is one."""
+        """Grid, its part of the trace, and the kernel's option that says whether there is one. Raises SpecError."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            remedy = f"call torch.cuda.set_device({self.device.index}) before the transport is used"
+            current = torch.cuda.current_device()
+            raise SpecError.of("transport", [Problem("current device", current, str(self.device), remedy)])
         grid, places = self._run.grid(kernel, self.device, tasks)
         return grid, places, {"TRACE": places is not None}
 
@@ -422,6 +430,7 @@ class PeerTransport:
         check_tensors(where, problems, x)
 
 
+@on_operands_device
 def route_received(
     ids: Tensor, experts: int, rows: int, *, block_ms: tuple[int, ...] = (), run: Run = DEFAULT_RUN
 ) -> Routed:
@@ -435,7 +444,7 @@ def route_received(
         grid, places = run.grid(limit_rows_kernel, ids.device, tasks)
         limit_rows_kernel[grid](
             position, offsets, limited, ends, places, position.numel(), rows, experts,
-            BLOCK=128, TRACE=places is not None, num_warps=4,
+            BLOCK=128, TRACE=places is not None, **warp_options(4),
         )  # fmt: skip
         position, source, offsets = limited, source[:rows], ends
     return Routed(position, source, expert_rows(offsets, rows, block_ms, trace=run.trace))

@@ -13,6 +13,7 @@ from torch import Tensor
 from tessera_rt.errors import Problem
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import ragged, width_is_aligned
+from tessera_rt.kernels.operand_device import on_operands_device
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
@@ -27,6 +28,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
 
+@on_operands_device
 def wgrad(
     grad: Tensor,
     x: Tensor,
@@ -50,6 +52,8 @@ def wgrad(
     problems += shape_problem("x", x, None if gather_x else rows.rows, None)
     if gathers and index is None:
         problems.append(Problem("index", None, f"[{rows.rows}] to gather by"))
+    if index is not None and not gathers:
+        problems.append(Problem("index", tuple(index.shape), "None without gather_grad or gather_x"))
     problems += index_problems(index, divisor, rows.rows, grad.device) + device_problem(rows, grad)
     if not problems:
         problems += shape_problem("out", out, rows.experts, grad.shape[1], x.shape[1])
@@ -89,7 +93,7 @@ def wgrad(
     if choice.size == "any":
         kernel[grid](grad, x, out, index, rows.offsets, trace, *sizes, *grad.stride(), *x.stride(), divisor, **options)
     else:
-        left, right = readable(grad), readable(x)
+        left, right = readable(grad, gathered=gather_grad), readable(x, gathered=gather_x)
         kernel[grid](
             left if gather_grad else ragged(left, [config.block_k, config.block_m]),
             right if gather_x else ragged(right, [config.block_k, config.block_n]),
@@ -103,6 +107,7 @@ def is_destination(out: Tensor) -> bool:
     return out.is_contiguous() or (out.dim() == 3 and out.mT.is_contiguous())
 
 
+@on_operands_device
 def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bool, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.bias_gradient`` into ``out`` [E, N] (contiguous), by the same contract; ``grad`` any strides."""
     problems = shape_problem("grad", grad, rows.rows, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpu_check_parts.check import Check
-from tessera_rt.kernels.budget import architecture
+from tessera_rt.kernels.architecture import architecture
 from tessera_rt.kernels.inspection import EVERYTHING, Selection, report
 from tessera_rt.kernels.offline import target_named
 

@@ -26,6 +26,7 @@ from tessera_rt.testing.kernel_checks import (
     random_ids,
     random_weights,
 )
+from tessera_rt.testing.kernel_grids import check_grids
 
 GATES = {
     "none": NO_GATE,
@@ -62,6 +63,11 @@ def run(check: Check) -> None:
         for recompute in (False, True):
             with check.case(f"experts with gradients, {gate}, {str(dtype)[6:]}, recompute {recompute}"):
                 _experts(check, GATES[gate], dtype, recompute)
+    with check.case(
+        "bits and traces over grids of 1, 3, 7 and all SMs, bfloat16"
+    ):  # one dtype: traced code compiles anew
+        hidden, intermediate, tokens = (32, 48, 20) if check.dry_run else (512, 384, 3000)
+        check_grids(check.device, hidden=hidden, intermediate=intermediate, tokens=tokens, dtype=torch.bfloat16)
     if check.dry_run:
         check.skip("a product past 2^31 elements", "the interpreter would take hours; addresses are tested elsewhere")
     else:

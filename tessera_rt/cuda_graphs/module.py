@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tessera_rt.cuda_graphs.device import GraphDevice
 from tessera_rt.cuda_graphs.fallback import Fallback
@@ -17,6 +16,7 @@ from tessera_rt.cuda_graphs.rules import DryRun
 from tessera_rt.cuda_graphs.slot import Slot
 from tessera_rt.cuda_graphs.state import State
 from tessera_rt.cuda_graphs.watch import Source
+from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import CaptureError, Problem
 
 _WARM_UPS = 3  # torch's advice: libraries choose algorithms and allocate in the first calls
@@ -201,7 +201,7 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = ctx.flight.backward(gradients)
         needed = ctx.needs_input_grad[1:]

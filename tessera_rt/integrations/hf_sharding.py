@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.weights import ExpertWeights
@@ -119,7 +119,7 @@ class _DividedGradient(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.size, None
 
@@ -134,7 +134,7 @@ class _Exchange(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         issue = ctx.transport.dispatch if ctx.back else ctx.transport.combine
         return issue(grad, ctx.layout).wait(), None, None, None

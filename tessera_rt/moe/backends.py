@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError
+from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.weights import ExpertWeights
 from tessera_rt.moe.torch_backend import TorchBackend
@@ -28,6 +29,11 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def budget(self) -> SmBudget | None:
+        """The SMs that its kernels keep to; those of the layer's choice of experts do, too."""
+        ...
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, gate: Gate) -> Tensor:
         """x [T, H], ids [T, K] integer, weights [T, K] -> [T, H] in the dtype of ``x``."""

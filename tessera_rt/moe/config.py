@@ -129,15 +129,8 @@ class MoEConfig:
                 rule.check(self.experts)
             except SpecError as error:
                 yield from (Problem(f"router.{p.field}", p.value, p.allowed, p.remedy) for p in error.problems)
-            else:
-                open_experts = rule.keep_groups * (self.experts // rule.groups)
-                if rule.top_k > open_experts:
-                    allowed = f"at most the {open_experts} experts of keep_groups = {rule.keep_groups} groups"
-                    yield Problem("router.top_k", rule.top_k, allowed)
-        if not (math.isfinite(rule.scale) and rule.scale > 0):
+        if rule.scale <= 0:
             yield Problem("router.scale", rule.scale, "a positive number")
-        if not (math.isfinite(rule.eps) and rule.eps >= 0):
-            yield Problem("router.eps", rule.eps, "a number of at least 0")
 
 
 def gate_of(activation: model_spec.Activation) -> Gate:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import Problem, TransportError
 from tessera_rt.moe.steps import Pending, RowLayout
 
@@ -136,7 +136,7 @@ class _Permute(torch.autograd.Function):
         return rows.index_select(0, index)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
@@ -150,7 +150,7 @@ class _GatherRows(torch.autograd.Function):
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         tokens, top_k, hidden = ctx.shape
@@ -171,7 +171,7 @@ class _ScatterRows(torch.autograd.Function):
         return _scattered(rows, order, size)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         return grad.index_select(0, order), None, None

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.row_gradients import Needs
@@ -169,7 +169,7 @@ class _ExpertParallel(torch.autograd.Function):
         return transport.combine(done.y, done.position, received).wait().out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, gate_up_bias, down_bias, *kept = ctx.saved_tensors
         call, received, experts = ctx.call, ctx.received, ExpertWeights(gate_up, down, gate_up_bias, down_bias)

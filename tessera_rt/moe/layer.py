@@ -102,7 +102,8 @@ class MoE(MoEParts):
     """y = sum over chosen experts of weight * expert(x), plus the shared expert's output, for x [..., H].
 
     Parameters start as nn.Linear's do. ``backend``: a name, a ``Backend``, or None for the one of the input's device;
-    ``repr`` shows it.
+    ``repr`` shows it. ``TritonBackend(Run(budget))`` keeps the layer's kernels to the compute SMs of a budget;
+    for torch's own products call the layer, and its backward, within ``budget.library_gemms()``.
 
     All experts are in this process, or with ``transport`` spread over its ranks: this one holds ``expert_ids``. Then
     every rank calls forward and backward, with tokens of its own, or none; counts, losses and gradients are of these
@@ -169,7 +170,7 @@ class MoE(MoEParts):
         Padding is not routed to experts and counts in no loss and no counter; the shared expert sees it.
         """
         rows, of_tokens = checked(x, mask, self.config.hidden)
-        choice = self.router(rows, of_tokens)
+        choice = self.router(rows, of_tokens, budget=None if self.backend is None else self.backend.budget)
         y = mixed(self, rows, choice, self.backend, self.transport).view(x.shape)
         return (y, routing_of(self.config, choice, of_tokens)) if return_routing else y
 
@@ -198,7 +199,9 @@ def mixed(
     if transport is None:
         of_experts = routed_experts(*given, backend=backend)
     else:
-        of_experts = expert_parallel_mlp(*given, transport, compute=None if backend is None else backend.name)
+        # A backend that has a form of its own behind a transport keeps what it was made with: the SM budget.
+        compute = None if backend is None else getattr(backend, "rows", backend.name)
+        of_experts = expert_parallel_mlp(*given, transport, compute=compute)
     y = parts.expert_output(of_experts)
     return y if parts.shared is None else y + parts.shared(x)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera_rt.kernels import reference
+from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.options import RouterRule
 from tessera_rt.moe.config import MoEConfig
 
@@ -60,8 +61,8 @@ class TopKRouter(nn.Module):
         zeros = torch.zeros(config.experts, device=device, dtype=precision) if config.choice_bias else None
         self.register_buffer("choice_bias", zeros)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Choice:
-        """``x`` [T, H]; tokens whose ``mask`` [T] is False are not routed."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, budget: SmBudget | None = None) -> Choice:
+        """``x`` [T, H]; tokens whose ``mask`` [T] is False are not routed. ``budget``: the SMs that the choice has."""
         precision = torch.promote_types(x.dtype, torch.float32)
         if mask is not None:  # whatever padding holds, it reaches no gradient
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
@@ -70,7 +71,7 @@ class TopKRouter(nn.Module):
             if self.bias is not None:
                 logits = logits + self.bias.to(precision)
             bias = None if self.choice_bias is None else self.choice_bias.to(precision)
-            ids, weights = choose(logits, self.rule, bias=bias, mask=mask)
+            ids, weights = choose(logits, self.rule, bias=bias, mask=mask, budget=budget)
         return Choice(weights, ids.long(), logits)
 
     def extra_repr(self) -> str:
@@ -78,16 +79,22 @@ class TopKRouter(nn.Module):
 
 
 def choose(
-    logits: Tensor, rule: RouterRule, *, bias: Tensor | None = None, mask: Tensor | None = None
+    logits: Tensor,
+    rule: RouterRule,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    budget: SmBudget | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``kernels.reference.topk``: ids [T, K] int32 and weights [T, K] of fp32 or float64 ``logits`` [T, E].
 
     One operator (``tessera::topk``), so that activation checkpointing can save the decision (``save_routing``). On CUDA
-    the Triton kernel decides, elsewhere plain torch. Differentiable once, in the logits.
+    the Triton kernel decides, in the compute SMs of ``budget``, elsewhere plain torch. Differentiable once, in the
+    logits.
     """
     ids, weights = _topk(
         logits, bias, mask, rule.top_k, rule.score, rule.softmax_after_topk, rule.renormalize, rule.eps, rule.scale,
-        rule.groups, rule.keep_groups, rule.group_score,
+        rule.groups, rule.keep_groups, rule.group_score, 0 if budget is None else budget.compute,
     )  # fmt: skip
     return ids, weights
 
@@ -170,12 +177,13 @@ def _topk(
     groups: int,
     keep_groups: int,
     group_score: str,
+    sms: int,  # that the kernel may use; 0: all
 ) -> tuple[Tensor, Tensor]:
     rule = _rule(top_k, score, softmax_after_topk, renormalize, eps, scale, groups, keep_groups, group_score)
     if _on_gpu(logits):
         from tessera_rt.kernels import routing  # an optional package, loaded where there is a GPU
 
-        return routing.topk(logits, rule, bias=bias, mask=mask)
+        return routing.topk(logits, rule, bias=bias, mask=mask, budget=SmBudget(sms) if sms else None)
     return reference.topk(logits, rule, bias=bias, mask=mask)
 
 
@@ -199,12 +207,13 @@ def _topk_backward(
     groups: int,
     keep_groups: int,
     group_score: str,
+    sms: int,
 ) -> Tensor:
     rule = _rule(top_k, score, softmax_after_topk, renormalize, eps, scale, groups, keep_groups, group_score)
     if _on_gpu(logits):
         from tessera_rt.kernels import routing  # an optional package, loaded where there is a GPU
 
-        return routing.topk_backward(grad, logits, ids, rule)
+        return routing.topk_backward(grad, logits, ids, rule, budget=SmBudget(sms) if sms else None)
     return _gradient_of_logits(grad, logits, ids, rule)
 
 

@@ -27,6 +27,7 @@ class TorchBackend:
     """Any device, any floating dtype."""
 
     name = "torch"
+    budget = None
 
     def __repr__(self) -> str:
         return "TorchBackend()"

@@ -20,6 +20,20 @@ def wait_plain(flag, n):
 
 
 @triton.jit
+def wait_plain_variable(flag, n):
+    value = tl.load(flag)
+    while value < n:
+        value = tl.load(flag)
+
+
+@triton.jit
+def walk_list(following, place):
+    """Loads in a loop that is no wait: the address comes from the last load."""
+    while place >= 0:
+        place = tl.load(following + place)
+
+
+@triton.jit
 def wait_acquire(flag, n):
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < n:
         pass
@@ -55,7 +69,7 @@ def signal_after_barrier(x, flag, n):
 
 @triton.jit
 def dot_scalar(a, out, N: tl.constexpr):
-    """fp64 has no tensor-core product in Triton's blocked path on this shape: done on the plain units."""
+    """There is no tensor-core product of fp32 in full precision: done on the plain units."""
     i = tl.arange(0, N)
     x = tl.load(a + i[:, None] * N + i[None, :])
     tl.store(out + i[:, None] * N + i[None, :], tl.dot(x, x, input_precision="ieee"))

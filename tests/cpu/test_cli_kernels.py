@@ -16,8 +16,9 @@ from tessera_rt.kernels import inspection
 ROW = {
     "kernel": "forward", "model": "m", "dtype": "bfloat16", "shape": "N 1 K 2", "size": "large", "load": "tma",
     "config": "128x256x64 w8 s3", "registers": 168, "spills": 0, "shared_bytes": 180248, "mma": "HGMMA", "tma": 6,
-    "blocks_per_sm": 1, "store_bytes": 16, "problems": [],
+    "blocks_per_sm": 1, "store_bytes": 16, "problems": [], "code": "a",
 }  # fmt: skip
+SHARING = [{"product": "forward/tma 128x256x64 w8 s3", "always": ["wait w1"], "sometimes": ["rows_put w8"]}]
 
 
 def _fake(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> list[Any]:
@@ -25,7 +26,8 @@ def _fake(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> list[Any]:
 
     def report(target: Any, *, selection: Any, workers: int) -> dict[str, Any]:
         calls.append((target.name, selection, workers))
-        return {"target": target.name, "triton": "3.9.0", "fingerprint": "f" * 64, "rows": list(rows), "sharing": []}
+        head = {"target": target.name, "triton": "3.9.0", "fingerprint": "f" * 64}
+        return head | {"rows": list(rows), "sharing": SHARING}
 
     monkeypatch.setattr(inspection, "report", report)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -35,18 +37,26 @@ def _fake(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> list[Any]:
 def test_json_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _fake(monkeypatch, ROW)
     result = CliRunner().invoke(
-        cli_kernels.app, ["report", "--target", "sm90", "--json", "--kernel", "forward", "--model", "a", "--model", "b"]
-    )
+        cli_kernels.app, ["report", "--target", "sm90", "--json", "--kernel", "forward", "--model", "a", "--model", "b",
+                          "--load", "gather"],
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["rows"] == [ROW]
-    assert calls == [("sm90", inspection.Selection(kernel=("forward",), model=("a", "b")), 1)]
+    assert calls == [("sm90", inspection.Selection(kernel=("forward",), model=("a", "b"), load=("gather",)), 1)]
 
 
-def test_table_names_problems_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake(monkeypatch, ROW, ROW | {"problems": ["12 spills"]})
+def test_text_names_problems_first_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a line per configuration, with ranges, or per launch, and what shares an SM."""
+    _fake(monkeypatch, ROW, ROW | {"dtype": "float16", "registers": 255, "problems": ["12 spills"], "code": "b"})
     result = CliRunner().invoke(cli_kernels.app, ["report", "--target", "sm100"])
     assert result.exit_code == 1
-    assert "12 spills" in result.output and "2 launches, 1 with problems" in result.output and "180248" in result.output
+    head, problem, *table = result.output.splitlines()
+    assert "2 launches of 2 codes, 1 with problems" in head and "12 spills" in problem and "float16" in problem
+    (line,) = (line for line in table if "128x256x64" in line and "on one SM" not in line)
+    assert "bfloat16 float16" in line and "168-255" in line and "180248" in line
+    assert table[-1] == "on one SM with forward/tma 128x256x64 w8 s3: wait w1; in some variants: rows_put w8"
+    result = CliRunner().invoke(cli_kernels.app, ["report", "--target", "sm100", "--rows"])
+    assert sum("N 1 K 2" in line for line in result.output.splitlines()) == 2 + 1  # the problem's line too
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_rt.kernels import reference
+from tessera_rt.kernels import gather_sum as gather_sums
+from tessera_rt.kernels import reference, routing
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.config_table import Config
 from tessera_rt.kernels.gate_backward import gate_backward
 from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, router_weight_gradient
 from tessera_rt.kernels.operands import Run
-from tessera_rt.kernels.options import Gate, RouterRule
-from tessera_rt.kernels.routing import ExpertRows, TileTable, expert_rows, topk, topk_backward
+from tessera_rt.kernels.options import Activation, Gate, RouterRule
+from tessera_rt.kernels.routing import ExpertRows, TileTable, expert_rows, place, topk, topk_backward
+from tessera_rt.kernels.routing_kernels import histogram_kernel, place_kernel, tile_scan_kernel
 from tessera_rt.kernels.rows_gemm import rows_gemm, zero_rows_behind
 from tessera_rt.kernels.wgrad import bias_gradient, wgrad
 from tessera_rt.testing.interpreter import only_programs
@@ -46,13 +48,38 @@ def test_weights() -> None:
     rows = expert_rows(offsets_of(counts), 2, (16,))
     aligned, _ = rows_gemm(x, weight, rows, run=Run(config=config))
     assert_near("aligned", aligned, want)
-    unaligned, _ = rows_gemm(x[:, :2910], weight[:, :, :2910], rows, run=Run(config=config))
-    assert_near("any size", unaligned, x[:, :2910].double() @ weight[-1, :, :2910].double().mT)
+    odd, of_odd = x[:, :2910], weight[:, :, :2910]
+    unaligned, _ = rows_gemm(odd, of_odd, rows, run=Run(config=config))
+    assert_near("any size", unaligned, odd.double() @ of_odd[-1].double().mT)
+    pre, gate = torch.ones(2, n, dtype=torch.bfloat16), Gate(activation=Activation.RELU2)  # of slope 2
+    for grad, down in ((x, weight), (odd, of_odd)):
+        d_pre, _, _ = gate_backward(grad, down, pre, rows, gate=gate, run=Run(config=config))
+        assert_near("d pre", d_pre, 2 * grad.double() @ down[-1].double().mT)
 
 
-def test_rows_of_products() -> None:
+def test_biases() -> None:
+    """E N of biases, by the last tile of the last expert."""
+    experts, n, end = 1024, 2_099_232, slice(-8, None)
+    bias = torch.empty(experts, n, dtype=torch.bfloat16)
+    assert (experts - 1) * n > LIMIT
+    bias[-1, -512:] = 1.0
+    bias[-1, n // 2 - 512 : n // 2] = 1.0
+    bias[-1, end] = torch.arange(8)
+    x, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 1, 1, dtype=torch.bfloat16).expand(experts, n, 1)
+    run = Run(budget=A_PROGRAM_PER_TILE, config=WIDE)
+    rows = expert_rows(offsets_of([0] * (experts - 1) + [1]), 1, (WIDE.block_m,))
+    with only_programs((n - 1) // WIDE.block_n):
+        out, _ = rows_gemm(x, weight, rows, bias=bias, zero_tail=False, run=run)
+    with only_programs((n // 2 - 1) // WIDE.block_n):
+        _, pre = rows_gemm(x, weight, rows, bias=bias, gate=Gate(), save_pre=True, zero_tail=False, run=run)
+    assert pre is not None
+    assert torch.equal(out[0, end], bias[-1, end] + 1) and torch.equal(pre[0, end], bias[-1, end] + 1)
+
+
+@pytest.mark.parametrize("n", [1040, 1041], ids=["aligned", "any"])
+def test_rows_of_products(n: int) -> None:
     """The last rows of outputs, by a tile table that holds their tile only."""
-    rows_count, n, k = 1_050_000, 1040, 16  # pre [rows, 2 n]: 2.18e9 elements, of which few pages are touched
+    rows_count, k = 1_050_000, 16  # pre [rows, 2 n]: 2.18e9 elements, of which few pages are touched
     last = rows_count - 5
     offsets = torch.tensor([0, rows_count], dtype=torch.int32)
     block_m = 32
@@ -62,17 +89,14 @@ def test_rows_of_products() -> None:
     x = torch.zeros(rows_count, k, dtype=torch.bfloat16)
     x[last:] = _draw(5, k, dtype=torch.bfloat16)
     gate = Gate()
-    for weight in (
-        _draw(1, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.25),
-        _draw(1, 2 * n, k + 1, dtype=torch.bfloat16, seed=1, scale=0.25)[:, :, :k],
-    ):
-        out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, zero_tail=False, run=Run(config=config))
-        assert pre is not None and pre.numel() > LIMIT
-        want = x[last:].double() @ weight[0].double().mT
-        assert_near("pre", pre[last:], want)
-        assert_near("out", out[last:], reference.activate(want, gate))
-        product, _ = rows_gemm(x, weight, rows, zero_tail=False, run=Run(config=config))
-        assert torch.equal(product[last:], pre[last:])
+    weight = _draw(1, 2 * n, k, dtype=torch.bfloat16, seed=1, scale=0.25)
+    out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, zero_tail=False, run=Run(config=config))
+    assert pre is not None and pre.numel() > LIMIT
+    want = x[last:].double() @ weight[0].double().mT
+    assert_near("pre", pre[last:], want)
+    assert_near("out", out[last:], reference.activate(want, gate))
+    product, _ = rows_gemm(x, weight, rows, zero_tail=False, run=Run(config=config))
+    assert torch.equal(product[last:], pre[last:])
     down = _draw(1, n, k, dtype=torch.bfloat16, seed=2, scale=0.25)
     d_pre, act, _ = gate_backward(x, down, pre, rows, gate=gate, zero_tail=False, run=Run(config=config))
     want_d_pre, want_act, _ = reference.gate_backward(
@@ -82,13 +106,16 @@ def test_rows_of_products() -> None:
     assert_near("activation", act[last:], want_act)
 
 
-@pytest.mark.parametrize("k", [2064, 2063], ids=["aligned", "any"])
-def test_gathered_tokens(k: int) -> None:
-    """Products read the last token of [1,048,577, 2064]."""
+@pytest.mark.parametrize(
+    ("k", "in_columns"), [(2064, False), (2063, False), (2063, True)], ids=["aligned", "any", "mT"]
+)
+def test_gathered_tokens(k: int, in_columns: bool) -> None:
+    """Products read the last token of [1,048,577, 2064], also where its elements lie far apart."""
     tokens, n, gate = 1_048_577, 32, Gate()
-    x = torch.empty(tokens, 2064, dtype=torch.bfloat16)[:, :k]
+    memory = torch.empty(2064 * tokens, dtype=torch.bfloat16)
+    assert memory.numel() > LIMIT
+    x = memory.view(2064, tokens).mT[:, :k] if in_columns else memory.view(tokens, 2064)[:, :k]
     x[-1] = _draw(k, dtype=torch.bfloat16, scale=0.25)
-    assert x.stride(0) * tokens > LIMIT
     index = torch.tensor([tokens - 1, tokens - 1], dtype=torch.int32)
     rows, run = expert_rows(offsets_of([2]), 2, (16,)), Run(config=FLAT)
     weight = _draw(1, n, k, dtype=torch.bfloat16, seed=1)
@@ -138,6 +165,20 @@ def test_sums_of_many_tokens_and_of_rows_in_columns() -> None:
                 grad, y[:1], source, rows, last.expand(tokens, 1), one, run=Run(budget=A_PROGRAM_PER_TILE)
             )
         assert torch.equal(d_y, y[:1])
+
+
+def test_positions_of_many_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T K of positions and weights."""
+    monkeypatch.setattr(gather_sums, "BLOCK_T", 256)  # fewer programs
+    tokens, top_k = (1 << 25) + 3, 64
+    position, weights = (torch.empty(tokens, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    assert position.numel() > LIMIT
+    y = _draw(5, 1, dtype=torch.float32)
+    position[-3:] = torch.randint(-1, 5, (3, top_k), generator=torch.Generator().manual_seed(1))
+    weights[-3:] = _draw(3, top_k, dtype=torch.float32, seed=2)
+    with only_programs(-1):
+        out = gather_sum(y, position, weights, run=Run(budget=A_PROGRAM_PER_TILE))
+    assert_near("out", out[-3:], reference.gather_sum(y.double(), position[-3:], weights[-3:].double()), ratio=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["write", "accumulate"])
@@ -226,3 +267,74 @@ def test_logits_of_many_tokens() -> None:
         d_logits = topk_backward(grad, logits, ids, rule, budget=A_PROGRAM_PER_TILE)
     want_d = reference.topk_backward(grad[-3:], logits[-3:].float(), want_ids, rule)
     assert_near("d logits", d_logits[-3:].float(), want_d, ratio=1e-2)
+
+
+def test_choices_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T K of ids, weights and their gradient."""
+    monkeypatch.setattr(routing, "BLOCK_T", 256)  # fewer programs
+    tokens, experts, rule = (1 << 25) + 3, 64, RouterRule(top_k=64)
+    row = _draw(1, experts, dtype=torch.bfloat16)
+    logits = row.expand(tokens, experts)
+    grad = torch.empty(tokens, experts, dtype=torch.bfloat16)
+    grad[-3:] = _draw(3, experts, dtype=torch.bfloat16, seed=1)
+    with only_programs(-1):
+        ids, weights = topk(logits, rule, budget=A_PROGRAM_PER_TILE)
+        assert ids.numel() > LIMIT
+        want_ids, want = reference.topk(row.expand(3, experts), rule)
+        assert torch.equal(ids[-3:], want_ids)
+        assert_near("weights", weights[-3:], want, ratio=1e-6)
+        del weights
+        d_logits = topk_backward(grad, logits, ids, rule, budget=A_PROGRAM_PER_TILE)
+    want_d = reference.topk_backward(grad[-3:].float(), row.float().expand(3, experts), want_ids, rule)
+    assert_near("d logits", d_logits[-3:].float(), want_d, ratio=1e-2)
+
+
+def test_logits_and_gradients_that_lie_far_apart() -> None:
+    """Strides of logits [T, E] and of the weights' gradient [T, K] over tokens and over columns."""
+    far, rule = 1 << 30, RouterRule(top_k=3)
+    memory = torch.empty((1 << 31) + 8, dtype=torch.bfloat16)
+    for start in (0, far, 2 * far):
+        memory[start : start + 8] = _draw(8, dtype=torch.bfloat16, seed=start % 7)
+    for strides in ((far, 1), (1, far)):
+        there = memory.as_strided((3, 3), strides)
+        ids, weights = topk(there, rule)
+        near = there.contiguous()
+        assert all(torch.equal(a, b) for a, b in zip((ids, weights), topk(near, rule), strict=True))
+        assert torch.equal(topk_backward(there, there, ids, rule), topk_backward(near, near, ids, rule))
+
+
+def test_choices_whose_ids_lie_far_apart() -> None:
+    """Strides of ids [T, K] over tokens and over choices."""
+    memory = torch.empty((1 << 31) + 8, dtype=torch.int8)
+    far = 1 << 30
+    memory[:8], memory[far : far + 8], memory[2 * far :] = 2, 0, 1
+    for ids in (memory.as_strided((3, 2), (far, 1)), memory.as_strided((2, 3), (1, far))):
+        assert ids.data_ptr() == memory.data_ptr()
+        for got, want in zip(place(ids, 3), reference.place(ids.contiguous(), 3), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_counts_of_many_tiles() -> None:
+    """Counts [tiles, E] of choices. There are more experts than a router can have, so that few tiles get that far."""
+    block, experts = 64, 1 << 18
+    tiles = (1 << 31) // experts + 1
+    total, last = tiles * block - 3, experts - 1
+    counts = torch.empty(tiles, experts, dtype=torch.int32)
+    assert counts.numel() > LIMIT
+    counts[:, -4:] = 1
+    ids = torch.tensor([[last]], dtype=torch.int32).expand(total, 1)
+    sizes = (total, tiles, experts, 1, *ids.stride())
+    with only_programs(-1):
+        histogram_kernel[(tiles,)](ids, counts, None, *sizes, BLOCK=block, BLOCK_E=1 << 14, TRACE=False)
+        assert counts[-1, -4:].tolist() == [0, 0, 0, block - 3]
+        counts[-1, -4:] = 1
+        totals = torch.empty(experts, dtype=torch.int32)
+        tile_scan_kernel[(experts // 4,)](counts, totals, None, tiles, experts, BLOCK_T=1024, BLOCK_E=4, TRACE=False)
+        assert counts[-1, -4:].tolist() == [tiles - 1] * 4 and totals[-4:].tolist() == [tiles] * 4
+        offsets = torch.zeros(experts + 1, dtype=torch.int32)
+        offsets[last], offsets[experts] = 5, total
+        position, source = (torch.empty(total, dtype=torch.int32) for _ in range(2))
+        place_kernel[(tiles,)](ids, counts, offsets, position, source, None, *sizes, BLOCK=block, TRACE=False)
+    rows = 5 + tiles - 1 + torch.arange(block - 3)
+    assert torch.equal(position[-(block - 3) :].long(), rows)
+    assert torch.equal(source[rows].long(), total - (block - 3) + torch.arange(block - 3))

@@ -10,27 +10,53 @@ import torch
 import yaml
 
 from tessera_rt.errors import SpecError
-from tessera_rt.kernels import config_table, configs, shipped
-from tessera_rt.kernels.budget import SmBudget, architecture, device_budget
+from tessera_rt.kernels import budget, config_table, configs, shipped, shipped_data
+from tessera_rt.kernels.architecture import architecture
+from tessera_rt.kernels.budget import SmBudget, device_budget
 from tessera_rt.kernels.config_table import HALF, KERNELS, MINORS, TABLE
+from tessera_rt.kernels.gather_sum import gather_sum
 from tessera_rt.kernels.offline import TARGETS, target_named
+from tessera_rt.kernels.operands import Run
+from tessera_rt.kernels.options import RouterRule
+from tessera_rt.kernels.peer_memory import virtual_ranks
+from tessera_rt.kernels.routing import place
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
 from tessera_rt.kernels.sharing import Footprint, blocks_per_sm, can_share
+from tessera_rt.kernels.trace import Trace
+from tessera_rt.kernels.transport import PeerTransport
 from tessera_rt.kernels.work import Work, gate_backward_work, rows_gemm_work, wgrad_work
+from tessera_rt.moe import router
+from tessera_rt.moe.config import MoEConfig
+from tessera_rt.moe.layer import MoE
+from tessera_rt.moe.triton_backend import TritonBackend
+from tessera_rt.testing import kernel_grids
+from tessera_rt.testing.interpreter import launches
+from tessera_rt.testing.interpreter_builder import CorrectedBuilder
+from tessera_rt.testing.peer_calls import traffic_of
 
 CPU = torch.device("cpu")
 
 
 def test_budget_splits_the_sms() -> None:
-    budget = SmBudget(132, 16)
-    assert budget.compute == 116
-    assert [budget.programs(tasks) for tasks in (0, 1, 115, 116, 5000)] == [1, 1, 115, 116, 116]
+    split = SmBudget(132, 16)
+    assert split.compute == 116
+    assert [split.programs(tasks) for tasks in (0, 1, 115, 116, 5000)] == [1, 1, 115, 116, 116]
     assert device_budget(CPU, 1).compute == device_budget(CPU).compute - 1
 
 
-@pytest.mark.parametrize(("total", "communication"), [(0, 0), (4, 4), (4, -1), (4, 9)])
-def test_impossible_budgets_are_refused(total: int, communication: int) -> None:
-    with pytest.raises(SpecError, match="SM budget"):
+@pytest.mark.parametrize(
+    ("total", "communication", "message"),
+    [
+        (0, 0, "total = 0: must be an integer, at least 1"),
+        (132.0, 0, r"total = 132\.0: must be an integer"),
+        (True, 0, "total = True: must be an integer"),
+        (4, 4, "communication = 4: must be an integer from 0 to 3"),
+        (4, -1, "communication = -1: must be an integer from 0 to 3"),
+        (4, 2.5, r"communication = 2\.5: must be an integer"),
+    ],
+)
+def test_impossible_budgets_are_refused(total: int, communication: int, message: str) -> None:
+    with pytest.raises(SpecError, match=f"SM budget.*\n.*{message}"):
         SmBudget(total, communication)
 
 
@@ -44,15 +70,62 @@ def test_library_gemms_obey_the_budget_and_the_former_setting_returns() -> None:
         with SmBudget(132).library_gemms():
             assert carveout() is None
         assert carveout() == 20
+        with pytest.raises(KeyError), SmBudget(132, 4).library_gemms():
+            assert carveout() == 4
+            raise KeyError
+        assert carveout() == 20
     assert carveout() == before
 
 
-def test_architecture_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("peers", [False, True])
+def test_a_module_keeps_to_the_budget_of_its_backend(peers: bool) -> None:
+    """Forward and backward: products within the compute SMs, the transport within those for communication."""
+    split, trace = SmBudget(8, communication=5), Trace()
+    run = Run(split, trace=trace)
+    traffic = traffic_of("tokens-rows", 1, 70, experts=6, top_k=2, hidden=48)
+    transport = PeerTransport(traffic, virtual_ranks(1)[0], run=run) if peers else None
+    config = MoEConfig(hidden=48, intermediate=80, experts=6, router=RouterRule(top_k=2))
+    layer = MoE(config, backend=TritonBackend(run), transport=transport)
+    with launches() as log:
+        layer(torch.randn(70, 48)).sum().backward()
+    within = {"transport": split.communication, "others": split.compute}
+    for launch in log:
+        assert (
+            launch.grid[0] <= within["transport" if "_put_" in launch.kernel or "_take_" in launch.kernel else "others"]
+        )
+    widest = {launch.grid[0] for launch in log if launch.kernel.startswith(("rows_gemm", "gate_backward", "wgrad"))}
+    assert widest == {split.compute}
+    assert [entry.kernel for entry in trace.launches] == [launch.kernel for launch in log]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_architecture_of_a_cpu_needs_the_corrected_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert architecture(CPU) == "interpreter"
+    calls = {
+        "place": lambda: place(torch.zeros(3, 1, dtype=torch.int32), 2),
+        "gather_sum": lambda: gather_sum(torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int32)),
+    }
+    with monkeypatch.context() as stock:
+        stock.setattr(CorrectedBuilder, "corrected", False)
+        for call in (lambda: architecture(CPU), *calls.values()):
+            with pytest.raises(SpecError, match=r"Triton's own.*testing\.interpreter\.install"):
+                call()
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(SpecError, match="a CUDA device"):
-        architecture(CPU)
+    for call in (lambda: architecture(CPU), *calls.values()):
+        with pytest.raises(SpecError, match="a CUDA device"):
+            call()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_choice_of_a_module_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "_on_gpu", lambda logits: True)
+    config = MoEConfig(hidden=48, intermediate=80, experts=6, router=RouterRule(top_k=2))
+    layer = MoE(config, backend=TritonBackend(Run(SmBudget(8, communication=5))))
+    with launches() as log:
+        layer(torch.randn(70, 48)).square().sum().backward()
+    choices = [launch.grid[0] for launch in log if launch.kernel.startswith("topk")]
+    assert choices == [3, 3] and all(launch.grid[0] <= 3 for launch in log)
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100", "interpreter"])
@@ -69,18 +142,31 @@ def test_every_choice_has_a_configuration(arch: str, minor: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_the_number_of_rows_does_not_change_the_order_of_sums(arch: str) -> None:
-    """A row's bits must not depend on how many others there are: large and small have the same steps along K."""
-    choices = configs.all_choices(arch, "3.9", (*HALF, "float32"))
-    steps = {choice: configs.config_for(choice).block_k for choice in choices if choice.size != "any"}
-    for choice, step in steps.items():
-        assert step == steps[dataclasses.replace(choice, size="large", load="tma")], choice
+    """A row's bits must not depend on how many others there are: large and small have the same steps along K, and the
+    same pieces of columns whose sums are the router's gradient."""
+    chosen = {
+        choice: configs.config_for(choice) for choice in configs.all_choices(arch, "3.9", (*HALF, "float32"))
+        if choice.size != "any"
+    }  # fmt: skip
+    for choice, config in chosen.items():
+        assert config.block_k == chosen[dataclasses.replace(choice, size="large", load="tma")].block_k, choice
+        if choice.kernel == "gate_backward":  # the row partials, which add up to the router's gradient
+            other = chosen[dataclasses.replace(choice, size="large")]
+            assert (config.block_n, config.slices) == (other.block_n, other.slices), choice
 
 
-def test_precision_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_of_products() -> None:
+    """As torch's own products on CUDA."""
     assert [configs.precision(dtype) for dtype in (torch.bfloat16, torch.float16)] == ["ieee", "ieee"]
-    for allowed, want in [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]:
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda allowed=allowed: allowed)
-        assert configs.precision(torch.float32) == want
+    assert configs.precision(torch.float32) == "tf32x3"
+    of_torch = torch.backends.cuda.matmul
+    before = of_torch.fp32_precision
+    try:
+        for allowed, want in [("tf32", "tf32"), ("ieee", "tf32x3")]:
+            of_torch.fp32_precision = allowed
+            assert configs.precision(torch.float32) == want
+    finally:
+        of_torch.fp32_precision = before
 
 
 def test_other_architectures_take_the_any_size_class() -> None:
@@ -143,6 +229,28 @@ def test_blocks_share_an_sm_when_everything_fits() -> None:
     assert blocks_per_sm(put, sm90) == 5
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("size", [(32, 48), (13, 11)], ids=["aligned", "any"])
+def test_grids_are_read_back_from_the_programs(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that tests/gpu makes on a device; here one of eight SMs."""
+    monkeypatch.setattr(budget, "INTERPRETED_SMS", 8)
+    hidden, intermediate = size
+    kernel_grids.check_grids(CPU, hidden=hidden, intermediate=intermediate, tokens=20, dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_grid_beyond_the_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "INTERPRETED_SMS", 8)
+    monkeypatch.setattr(SmBudget, "programs", lambda self, tasks: max(1, min(self.total, tasks)))
+    with pytest.raises(AssertionError, match="SMs, budget 1"):
+        kernel_grids.check_grids(CPU, hidden=13, intermediate=11, tokens=20, dtype=torch.bfloat16)
+
+
+def test_registers_are_given_out_by_warp() -> None:
+    """170 registers take 22 units of 256 for each of eight warps; each block has a kilobyte of the system's."""
+    assert Footprint.of(170, 180_248, 256) == Footprint(registers=176 * 256, shared_bytes=181_272, threads=256)
+
+
 def test_unknown_target_is_named() -> None:
     with pytest.raises(SpecError, match="sm90, sm100"):
         target_named("sm70")
@@ -163,9 +271,8 @@ def test_work_of_the_products() -> None:
 
 def test_every_shipped_kernel_states_its_work() -> None:
     """Launch metadata of each kernel, evaluated on the arguments of a launch."""
-    for launch in shipped.shipped_launches(
-        "sm90", "3.9", dtypes=("bfloat16",), sizes=("large", "any"), shapes=SHAPES[:1]
-    ):
+    products = shipped.product_launches("sm90", "3.9", dtypes=("bfloat16",), sizes=("large", "any"), shapes=SHAPES[:1])
+    for launch in (*products, *shipped_data.data_launches("sm90", "3.9", shapes=SHAPES[:1])):
         describe = launch.function.kwargs["launch_metadata"]
         names = launch.function.arg_names
         arguments = dict(zip(names, launch.args, strict=False)) | launch.options
@@ -183,6 +290,12 @@ def test_shapes_are_those_of_the_presets() -> None:
         layer = _first_moe(spec["layers"])
         want = (layer.get("latent") or spec["hidden"], layer["intermediate"], layer["experts"], layer["top_k"])
         assert (shape.hidden, shape.intermediate, shape.experts, shape.top_k) == want, shape.name
+        router = layer["router"]
+        assert (shape.score, shape.groups) == (router["score"], router.get("groups", 1)), shape.name
+        assert shape.rule.keep_groups == router.get("keep_groups", 1)
+        assert shape.choice_bias == router.get("choice_bias", False)
+        assert shape.rule.softmax_after_topk == router.get("softmax_after_topk", False)
+        assert shape.rule.renormalize == router.get("renormalize", False)
         activation = layer.get("activation", "swiglu")
         assert shape.gate.activation.name.lower() == activation and shape.bias == layer.get("bias", False)
 
@@ -199,4 +312,5 @@ def _first_moe(layers: list[dict[str, object]]) -> dict[str, object]:
 def test_shape_sizes() -> None:
     shape = ExpertShape(name="x", hidden=8, intermediate=4, experts=16, top_k=2)
     assert (shape.product, shape.local_experts, shape.rows) == (8, 2, 16384)
+    assert (shape.odd.hidden, shape.odd.intermediate, shape.odd.product) == (7, 3, 6)
     assert config_table.Config(block_m=1, block_n=1, block_k=1, warps=1, stages=1).group_m == 8

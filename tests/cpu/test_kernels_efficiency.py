@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tessera_rt.kernels.config_table import KERNELS, Config
-from tessera_rt.kernels.efficiency import PEAKS, Peak, bound_of, data_work
+from tessera_rt.kernels.efficiency import PEAKS, Peak, bound_of, data_work, layer_load
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
 from tessera_rt.kernels.work import Work
 
@@ -39,6 +41,23 @@ def test_a_gated_tile_has_twice_the_columns_and_wgrad_tiles_the_weight() -> None
     weights = bound_of("wgrad_accumulate", SHAPE, CONFIG, PEAK, sms=10, weight="down")
     assert weights.sizes == "N 256 K 128" and weights.wave_efficiency == pytest.approx(16 / 20)
     assert weights.work.bytes == 8192 * (256 + 128) * 2 + 8 * 256 * 128 * 8
+
+
+def test_the_gradient_of_a_transposed_weight_is_tiled_as_it_is_stored() -> None:
+    """[E, K, N] = [8, 256, 384]: 2 x 2 tiles of 128 x 256 of which 384 of 512 columns are wanted; else 3 x 1, all."""
+    shape = dataclasses.replace(SHAPE, intermediate=192)
+    config = dataclasses.replace(CONFIG, block_n=256)
+    assert bound_of("wgrad_write", shape, config, PEAK, sms=10).tile_efficiency == 1.0
+    stored = bound_of("wgrad_write", dataclasses.replace(shape, transposed=True), config, PEAK, sms=10)
+    assert stored.tile_efficiency == pytest.approx(384 / 512) and stored.wave_efficiency == pytest.approx(32 / 40)
+
+
+def test_loads_are_those_of_a_layer() -> None:
+    biased = dataclasses.replace(SHAPE, bias=True)
+    for shape, want in ((SHAPE, "gather"), (biased, "tma")):
+        assert layer_load("gate_backward", shape) == layer_load("wgrad_write", shape, "down") == want
+        assert layer_load("forward_gate", shape) == layer_load("wgrad_accumulate", shape) == "gather"
+        assert layer_load("forward", shape) == layer_load("dgrad", shape) == "tma"
 
 
 def test_slow_memory_is_the_limit() -> None:

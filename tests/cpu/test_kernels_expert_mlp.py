@@ -14,10 +14,13 @@ from tessera_rt.errors import SpecError
 from tessera_rt.kernels import reference
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.expert_mlp import NO_MAIN_GRADS, ExpertWeights, MainGrads, expert_mlp
+from tessera_rt.kernels.expert_rows import expert_rows as rows_of_experts
+from tessera_rt.kernels.expert_rows import expert_rows_backward
 from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, router_weight_gradient
 from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.options import Activation, Gate, RouterRule
 from tessera_rt.kernels.routing import expert_rows, place, route_rows, topk, topk_backward
+from tessera_rt.kernels.row_gradients import Needs, RowGradients
 from tessera_rt.kernels.rows_gemm import rows_gemm, zero_rows_behind
 from tessera_rt.kernels.trace import Trace
 from tessera_rt.testing.interpreter import launches, program_order
@@ -109,17 +112,23 @@ def _grad(leaf: Tensor) -> Tensor:
 
 
 def test_empty_experts_get_exact_zeros_in_both_contracts() -> None:
-    """Case 51: counts [5, 0, 3, 0], gradient memory full of NaN beforehand."""
+    """Case 51: counts [5, 0, 3, 0]. Memory for .grad is full of NaN beforehand; main gradients keep what they hold."""
     ids = torch.tensor([[0]] * 5 + [[2]] * 3, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     weights = random_weights(4, 16, 32, Gate(), torch.float32, generator, bias=True)
     x = torch.randn(8, 16, generator=generator)
+    main = map_weights(weights, lambda tensor: torch.randn(tensor.shape, generator=generator))
+    before = map_weights(main, Tensor.clone)
     with poisoned_memory():
-        leaves = map_weights(weights, lambda tensor: tensor.clone().requires_grad_())
-        expert_mlp(x, leaves, route_rows(ids, 4), torch.ones(8, 1), Gate()).sum().backward()
-    for name, leaf in _tensors(leaves):
-        assert leaf.grad is not None and leaf.grad.isfinite().all(), name
-        assert not leaf.grad[1].any() and not leaf.grad[3].any() and leaf.grad[0].any(), name
+        for buffers in (NO_MAIN_GRADS, MainGrads(*(tensor for _, tensor in _tensors(main)))):
+            leaves = map_weights(weights, lambda tensor: tensor.clone().requires_grad_())
+            routed = route_rows(ids, 4)
+            expert_mlp(x, leaves, routed, torch.ones(8, 1), Gate(), main_grads=buffers).sum().backward()
+            for name, leaf in _tensors(leaves):
+                assert (leaf.grad is None) == (buffers is not NO_MAIN_GRADS)
+                grad = getattr(main, name) - getattr(before, name) if leaf.grad is None else leaf.grad
+                assert grad.isfinite().all(), name
+                assert not grad[1].any() and not grad[3].any() and grad[0].any() and grad[2].any(), name
 
 
 def test_rows_of_nobody_never_reach_the_graph() -> None:
@@ -197,6 +206,106 @@ def test_a_token_has_the_same_bits_in_another_batch() -> None:
     more_ids = torch.cat([torch.tensor([[0, 1]] * 40, dtype=torch.int32), ids])
     wide = expert_mlp(more, weights, route_rows(more_ids, 4), torch.cat([torch.ones(40, 2), router]), gate)
     assert torch.equal(wide[40:], out)
+
+
+def _all_gradients(
+    x: Tensor, weights: ExpertWeights, ids: Tensor, router: Tensor, gate: Gate, grad: Tensor
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """What belongs to tokens (output, gradients of x and of the router's weights), and the gradients of weights."""
+    leaves = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
+    inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
+    out = expert_mlp(inputs, leaves, route_rows(ids, weights.down.shape[0]), weight, gate)
+    out.backward(grad)
+    return [out.detach(), inputs.grad, weight.grad], [leaf.grad for _, leaf in _tensors(leaves)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("swiglu", torch.nan), ("gpt-oss", torch.inf), ("geglu-odd", torch.nan)])
+def test_a_token_that_is_not_finite_spoils_only_itself(name: str, value: float) -> None:
+    """Its neighbours keep every bit, and so do the experts that it does not reach: as input and as gradient. It is
+    token 0, which gathers read where they are masked."""
+    x, weights, ids, router, gate, _ = _layer(name, torch.bfloat16)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    ids[0] = torch.arange(ids.shape[1])
+    of_tokens, of_weights = _all_gradients(x, weights, ids, router, gate, grad)
+    others, away = slice(1, None), slice(ids.shape[1], None)
+    for bad_input in (True, False):
+        spoiled = (x if bad_input else grad).clone()
+        spoiled[0] = value
+        got, got_weights = _all_gradients(
+            spoiled if bad_input else x, weights, ids, router, gate, grad if bad_input else spoiled
+        )
+        for a, b in zip(got, of_tokens, strict=True):
+            assert a is not None and b is not None and torch.equal(a[others], b[others])
+        for a, b in zip(got_weights, of_weights, strict=True):
+            assert a is not None and b is not None and torch.equal(a[away], b[away])
+        spoiled_result = got[0] if bad_input else got[1]
+        assert spoiled_result is not None and not spoiled_result[0].isfinite().any()
+
+
+def test_autograd_modes() -> None:
+    """The same bits under autocast and without gradients; a second derivative is refused."""
+    x, weights, ids, router, gate, _ = _layer("swiglu", torch.bfloat16)
+    routed, inputs = route_rows(ids, 4), x.clone().requires_grad_()
+    out = expert_mlp(inputs, weights, routed, router, gate)
+    (want,) = torch.autograd.grad(out.square().sum(), inputs)
+    with torch.autocast("cpu", dtype=torch.float16):
+        mixed = expert_mlp(inputs, weights, routed, router, gate)
+        (got,) = torch.autograd.grad(mixed.square().sum(), inputs, create_graph=True)
+    assert torch.equal(mixed, out) and torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        got.sum().backward()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            plain = expert_mlp(x, weights, routed, router, gate)
+            assert torch.equal(plain, out) and not plain.requires_grad
+
+
+@pytest.mark.parametrize("name", ["geglu-odd", "swiglu"])
+def test_what_is_frozen_gets_nothing(name: str) -> None:
+    """Each of the inputs alone has the gradient it has with all of them; main gradients of frozen weights stay."""
+    x, weights, ids, router, gate, _ = _layer(name, torch.bfloat16)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    (_, d_x, d_router), of_weights = _all_gradients(x, weights, ids, router, gate, grad)
+    names = [field for field, _ in _tensors(weights)]
+    want = {"x": d_x, "router": d_router, **dict(zip(names, of_weights, strict=True))}
+    routed = route_rows(ids, weights.down.shape[0])
+    for wanted, expected in want.items():
+        buffers = map_weights(weights, lambda tensor: torch.zeros(tensor.shape))
+        inputs, weight = x.clone().requires_grad_(wanted == "x"), router.clone().requires_grad_(wanted == "router")
+        leaves = ExpertWeights(**{
+            field: tensor.detach().clone().requires_grad_(field == wanted) for field, tensor in _tensors(weights)
+        })  # fmt: skip
+        main = MainGrads(**{field: tensor for field, tensor in _tensors(buffers) if field != wanted})
+        expert_mlp(inputs, leaves, routed, weight, gate, main_grads=main).backward(grad)
+        got = {"x": inputs.grad, "router": weight.grad, **{field: leaf.grad for field, leaf in _tensors(leaves)}}
+        assert torch.equal(got.pop(wanted), expected), wanted  # type: ignore[arg-type]
+        assert all(other is None for other in got.values())
+        assert not any(tensor.any() for _, tensor in _tensors(buffers))
+
+
+@pytest.mark.parametrize(
+    ("name", "launched"),
+    [("geglu-odd", ["gather_sum_backward_kernel", "gate_backward_any"]), ("relu2", ["gate_backward_aligned"])],
+)
+def test_what_is_not_wanted_is_not_computed(name: str, launched: list[str]) -> None:
+    x, weights, ids, router, gate, _ = _layer(name, torch.float32)
+    routed = route_rows(ids, weights.down.shape[0])
+    y, pre = rows_of_experts(x, weights, routed, gate, save_pre=True)
+    with launches() as log:
+        found = expert_rows_backward(
+            x, x, weights, routed, router, gate, pre=pre, y=None if weights.down_bias is None else y,
+            needs=Needs(**dict.fromkeys(Needs.__slots__, False)),
+        )  # fmt: skip
+    assert found == RowGradients(**dict.fromkeys(RowGradients.__slots__))  # type: ignore[arg-type]
+    assert [launch.kernel for launch in log] == launched
+
+
+def test_gradients_of_transposed_weights_are_transposed() -> None:
+    """Autograd would copy others when it puts them into .grad."""
+    x, weights, ids, router, gate, _ = _layer("recomputed-transposed", torch.float32)
+    found = expert_rows_backward(x, x, weights, route_rows(ids, 5), router, gate, pre=None, y=None)
+    for name in ("gate_up", "down"):
+        assert getattr(found, name).stride() == getattr(weights, name).stride()
 
 
 def test_the_kernels_run_and_not_the_reference() -> None:

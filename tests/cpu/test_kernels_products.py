@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from tessera_rt.errors import SpecError
 from tessera_rt.kernels import reference
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.config_table import Config
+from tessera_rt.kernels.descriptors import is_aligned
 from tessera_rt.kernels.gate_backward import gate_backward
+from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned
 from tessera_rt.kernels.gather_sum import router_weight_gradient
-from tessera_rt.kernels.operands import Run
+from tessera_rt.kernels.operands import Run, readable
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
 from tessera_rt.kernels.routing import ExpertRows, expert_rows
 from tessera_rt.kernels.rows_gemm import rows_gemm
+from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned
 from tessera_rt.kernels.wgrad import bias_gradient, wgrad
-from tessera_rt.testing.interpreter import launches, program_order
+from tessera_rt.kernels.wgrad_kernels import wgrad_aligned
+from tessera_rt.testing.interpreter import handled_launches, launches, program_order
 from tessera_rt.testing.kernel_checks import assert_near, offsets_of, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -40,7 +45,7 @@ GATES = [
     Gate(activation=Activation.GEGLU_TANH),
     Gate(activation=Activation.RELU2),
 ]
-SIZES = {"aligned": (48, 80), "any": (14, 7)}
+SIZES = {"aligned": (48, 80), "any": (45, 39)}  # more than one block of columns and of K
 
 
 def _gate_id(gate: Gate) -> str:
@@ -128,9 +133,10 @@ def test_gathered_rows_and_both_weight_layouts(gate: Gate, transposed: bool, n: 
     assert_near("out", out, want)
 
 
-def test_only_the_product_is_written_when_asked_and_recomputing_gives_the_same_bits() -> None:
-    x, weight = _draw(ROWS, 48, dtype=torch.bfloat16), _draw(4, 64, 48, dtype=torch.bfloat16, seed=1)
-    gate = Gate()
+@pytest.mark.parametrize("gate", GATES[1:], ids=_gate_id)
+def test_only_the_product_is_written_when_asked_and_recomputing_gives_the_same_bits(gate: Gate) -> None:
+    columns = 64 if gate.gated else 32
+    x, weight = _draw(ROWS, 48, dtype=torch.bfloat16), _draw(4, columns, 48, dtype=torch.bfloat16, seed=1, scale=0.3)
     out, pre = rows_gemm(x, weight, _rows(), gate=gate, save_pre=True)
     nothing, again = rows_gemm(x, weight, _rows(), gate=gate, save_pre=True, write_out=False)
     alone, none = rows_gemm(x, weight, _rows(), gate=gate)
@@ -207,7 +213,7 @@ def test_weight_gradient(n: int, k: int, dtype: torch.dtype, gather: str, transp
     grad = _draw(9 if gather == "grad" else ROWS, n, dtype=dtype)
     x = _draw(9 if gather == "x" else ROWS, k, dtype=dtype, seed=1)
     grad, x = (grad if gather == "grad" else _poison_tail(grad)), (x if gather == "x" else _poison_tail(x))
-    options = {"index": index, "divisor": 2, "gather_grad": gather == "grad", "gather_x": gather == "x"}
+    options = {"index": index, "divisor": 2, f"gather_{gather}": True} if gather else {}
     want = reference.wgrad(grad.double(), x.double(), offsets_of(COUNTS), **options)  # type: ignore[arg-type]
 
     def destination(dtype: torch.dtype, value: float) -> Tensor:
@@ -355,12 +361,16 @@ def test_wrong_destinations_are_named() -> None:
     grad, x = torch.zeros(ROWS, 8, dtype=torch.bfloat16), torch.zeros(ROWS, 16, dtype=torch.bfloat16)
     with pytest.raises(SpecError, match="float32 to accumulate into"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 16, dtype=torch.bfloat16), accumulate=True)
+    with pytest.raises(SpecError, match=r"out\.dtype = 'torch\.float16': must be float32 or torch\.bfloat16"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 8, 16, dtype=torch.float16), accumulate=False)
     with pytest.raises(SpecError, match="out.shape"):
         wgrad(grad, x, _rows(), torch.zeros(4, 16, 8), accumulate=True)
     with pytest.raises(SpecError, match="contiguous"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 32)[:, :, ::2], accumulate=True)
     with pytest.raises(SpecError, match="to gather by"):
         wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, gather_x=True)
+    with pytest.raises(SpecError, match=r"index = \(60,\): must be None without gather_grad or gather_x"):
+        wgrad(grad, x, _rows(), torch.zeros(4, 8, 16), accumulate=True, index=torch.zeros(60, dtype=torch.int32))
     with pytest.raises(SpecError, match=r"x\.shape = \(59, 16\): must be \[60, any\]"):
         wgrad(grad, x[1:], _rows(), torch.zeros(4, 16, 8).mT, accumulate=True)
     with pytest.raises(SpecError, match=r"x\.dtype.*like grad"):
@@ -413,18 +423,63 @@ def test_strided_and_wide_indices_give_the_same_bits(n: int, k: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results(other), want, strict=True))
 
 
-EXTREMES = [-3e38, -1e20, -1e14, -1e4, -30.0, 30.0, 1e4, 1e14, 1e20, 3e38]
+@pytest.mark.parametrize("layout", ["slice", "every-second"])
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (14, 7)], ids=["aligned", "any"])
+def test_strided_operands_of_epilogues_give_the_same_bits(n: int, k: int, layout: str) -> None:
+    x, weight, bias, pre = (_draw(*shape, dtype=torch.float32) for shape in ((9, k), (4, n, k), (4, n), (ROWS, 2 * n)))
+    index, scale = torch.arange(ROWS, dtype=torch.int32) % 18, torch.arange(18.0)
+    options: dict[str, Any] = {"index": index, "divisor": 2}
+    change = _strided(layout)
+    results = []
+    for bias_, pre_, scale_ in ((bias, pre, scale), (change(bias), change(pre), change(scale))):
+        out, _ = rows_gemm(x, weight, _rows(), bias=bias_, **options)
+        d_pre, act, _ = gate_backward(x, weight, pre_, _rows(), gate=Gate(), scale=scale_, **options)
+        results.append([out, d_pre, act])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH])
-def test_gates_far_from_zero_have_finite_gradients(activation: Activation) -> None:
-    """The limits: slope 0 on the left, 1 on the right."""
-    count = len(EXTREMES)
-    values = torch.tensor(EXTREMES)[:, None].expand(count, 16)
-    pre = torch.cat([values, torch.ones(count, 16)], 1)
-    rows = expert_rows(offsets_of([count]), count)
-    eye = torch.eye(16)[None]
-    d_pre, act, _ = gate_backward(torch.ones(count, 16), eye, pre, rows, gate=Gate(activation=activation))
-    right = (values > 0).float()
-    torch.testing.assert_close(d_pre[:, :16], right, atol=1e-8, rtol=0)
-    torch.testing.assert_close(act, values * right, atol=1e-10, rtol=1e-6)
+def test_what_tma_can_read() -> None:
+    x = torch.ones(8, 64, dtype=torch.bfloat16)
+    assert is_aligned(x) and is_aligned(x[:, 8:]) and is_aligned(x[::2])
+    for other in (x[:, 1:49], x.mT, x[:, ::2], x[:1].expand(8, 64), torch.ones(8, 60, dtype=torch.bfloat16)[:, :48]):
+        assert not is_aligned(other) and is_aligned(readable(other)) and torch.equal(readable(other), other)
+
+
+GATHERED = {
+    "rows_gemm_aligned": (rows_gemm_aligned, "a", "a_stride"),
+    "gate_backward_aligned": (gate_backward_aligned, "a", "a_stride"),
+    "wgrad_aligned": (wgrad_aligned, "right", "right_stride"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_gathered_by_16_byte_loads(dtype: torch.dtype) -> None:
+    """Rows that start at multiples of 16 bytes but not of 16 elements are copied first: for such strides Triton
+    compiles loads of single elements, with hundreds of spills. Rows at unaligned addresses are copied too."""
+    n, k, step = 48, 80, 16 // dtype.itemsize
+    x, weight = _draw(18, k, dtype=dtype), _draw(4, n, k, dtype=dtype, seed=1)
+    grad, pre = _draw(ROWS, n, dtype=dtype, seed=2), _draw(ROWS, 2 * n, dtype=dtype, seed=3)
+    index, seen = torch.arange(18, dtype=torch.int32).repeat(4)[:ROWS], []
+
+    def check(kernel: str, launch: Callable[..., None], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if kernel in GATHERED:
+            function, source, stride = GATHERED[kernel]
+            given = dict(zip(function.arg_names, args, strict=False))
+            assert given[source].data_ptr() % 16 == 0 and given[stride] % 16 == 0
+            seen.append(kernel)
+        launch(*args, **options)
+
+    def results(x: Tensor) -> list[Tensor]:
+        out, _ = rows_gemm(x, weight, _rows(), index=index)
+        d_pre, act, _ = gate_backward(x, weight, pre, _rows(), gate=Gate(), index=index)
+        d_weight = wgrad(grad, x, _rows(), torch.empty(4, n, k), accumulate=False, index=index, gather_x=True)
+        return [out, d_pre, act, d_weight]
+
+    want = results(x)
+    for width, first in ((k + step, 0), (k + 16, 0), (k + 16, 1)):
+        wide = torch.full((18, width), torch.nan, dtype=dtype)
+        wide[:, first : first + k] = x
+        with handled_launches(check):
+            got = results(wide[:, first : first + k])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert seen == [*GATHERED] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.options import RouterRule
 from tessera_rt.testing.interpreter import launches, program_order
 from tessera_rt.testing.kernel_checks import assert_near, offsets_of, poisoned_memory, random_ids
+from tessera_rt.testing.moe_loops import chosen_by_loop
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -35,6 +37,7 @@ RULES = {
     "one-of-one": (1, RouterRule(top_k=1), False),
     "all": (7, RouterRule(top_k=7, score="sigmoid", renormalize=True), False),
     "groups-of-one": (6, RouterRule(top_k=2, groups=6, keep_groups=3), True),
+    "512": (512, RouterRule(top_k=10, renormalize=True), False),
     "1000": (1000, RouterRule(top_k=3, renormalize=True), True),
     "1024": (1024, RouterRule(top_k=4, score="sigmoid", groups=4, keep_groups=2), False),
 }
@@ -76,6 +79,20 @@ def test_low_precision_logits_of_any_strides(dtype: torch.dtype) -> None:
         got = routing.topk_backward(grad, logits, ids, rule)
         assert got.dtype == dtype
         torch.testing.assert_close(got, reference.topk_backward(grad, logits, ids, rule), atol=1e-2, rtol=1e-2)
+
+
+def test_bias_and_mask_of_any_strides() -> None:
+    logits, rule = _logits(6, 10), RouterRule(top_k=3)
+    table, masks = _logits(10, 2, 1), torch.tensor([[True, False], [False, True]] * 3)
+    for bias, mask in (
+        (table[:, 1], masks[:, 0]),
+        (table[:1, 0].expand(10), masks[1, :1].expand(6)),
+        (table[:, 0], None),
+    ):
+        want = reference.topk(logits, rule, bias=bias, mask=mask)
+        ids, weights = routing.topk(logits, rule, bias=bias, mask=mask)
+        assert torch.equal(ids, want[0])
+        torch.testing.assert_close(weights, want[1])
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
@@ -122,6 +139,82 @@ def test_odd_values_in_groups(groups: int, score: str, group_score: str) -> None
         assert ((ids >= 0) & (ids < 12)).all() and all(len(set(row)) == top_k for row in ids.tolist())
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RouterRule(top_k=3, score=score, renormalize=renormalize, scale=scale, groups=groups, softmax_after_topk=after)
+        for score, after in [("softmax", False), ("softmax", True), ("sigmoid", False)]
+        for renormalize, scale, groups in itertools.product([False, True], [1.0, 2.5], [1, 2])
+    ],
+    ids=str,
+)
+def test_every_combination_of_options_is_that_of_a_loop(rule: RouterRule) -> None:
+    """Case 64: the choice, its weights and their gradient, with and without a bias for the choice only."""
+    logits, grad = _logits(5, 10) * 2, _logits(5, 3, 1)
+    for bias in (None, _logits(1, 10, 2)[0]):
+        ids, weights = routing.topk(logits, rule, bias=bias)
+        got = routing.topk_backward(grad, logits, ids, rule)
+        for t, row in enumerate(logits.double()):
+            leaf = row.requires_grad_()
+            want_ids, want = chosen_by_loop(leaf, rule, None if bias is None else bias.double())
+            assert ids[t].tolist() == want_ids
+            assert_near("weights", weights[t], want, ratio=1e-6)
+            (d_logits,) = torch.autograd.grad(want, leaf, grad[t].double())
+            torch.testing.assert_close(got[t].double(), d_logits, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-20])
+@pytest.mark.parametrize("level", [-20.0, -60.0, -80.0])
+def test_scores_whose_square_is_zero(level: float, eps: float) -> None:
+    """Renormalised weights of tiny scores are ordinary numbers, and so is their gradient."""
+    logits = torch.tensor([[0.0, 0.5, 1.0, -0.3, 0.2]]) + level
+    above = torch.tensor([[-level, 0.5, 1.0, -0.3, 0.2]])  # the best expert is kept from being chosen
+    without_best = torch.tensor([-torch.inf, 0.0, 0.0, 0.0, 0.0])
+    for score, x, bias in (("sigmoid", logits, None), ("softmax", above, without_best)):
+        rule = RouterRule(top_k=2, score=score, renormalize=True, eps=eps)
+        ids, weights = routing.topk(x, rule, bias=bias)
+        leaf = x.double().requires_grad_()
+        want = _weights_of_present(leaf, ids, ids >= 0, rule)
+        assert ids.tolist() == [[2, 1]]
+        torch.testing.assert_close(weights.double(), want, atol=0, rtol=1e-5)
+        grad = torch.tensor([[1.0, -2.0]])
+        (d_logits,) = torch.autograd.grad(want, leaf, grad.double())
+        got = routing.topk_backward(grad, x, ids, rule)
+        torch.testing.assert_close(got.double(), d_logits, atol=1e-6 * float(d_logits.abs().max()), rtol=1e-4)
+
+
+def test_scores_of_large_logits_of_either_sign() -> None:
+    """Columns behind the last expert take part neither in the maximum nor in the sum of a softmax."""
+    spread = torch.tensor([0.0, 2.0, 1.0, -1.0, 0.5])
+    logits = torch.stack([spread - 200, spread + 200, spread * 1e30, spread * 1e-40, spread * 0 - 1e30])
+    grad = _logits(5, 2, 1)
+    for rule in (
+        RouterRule(top_k=2),
+        RouterRule(top_k=2, renormalize=True),
+        RouterRule(top_k=2, softmax_after_topk=True),
+    ):
+        ids, weights = routing.topk(logits, rule)
+        want_ids, want = reference.topk(logits.double(), rule)
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights.double(), want, atol=1e-7, rtol=1e-6)
+        got = routing.topk_backward(grad, logits, ids, rule)
+        want = reference.topk_backward(grad.double(), logits.double(), ids, rule)
+        torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_scores_that_are_equal_in_fp32_are_ordered_by_their_logits() -> None:
+    """Sigmoids of 1, softmax scores of 0. With a choice bias the scores decide, and then the lower id."""
+    for score, row, by_score in (
+        ("sigmoid", [20.0, 30.0, 25.0, 40.0], [0, 1, 2, 3]),
+        ("softmax", [-300.0, -200.0, 0.0, -250.0], [2, 0, 1, 3]),
+    ):
+        rule = RouterRule(top_k=4, score=score)
+        ids, _ = routing.topk(torch.tensor([row]), rule)
+        assert ids.tolist() == [torch.tensor(row).argsort(descending=True).tolist()]
+        ids, _ = routing.topk(torch.tensor([row]), rule, bias=torch.zeros(4))
+        assert ids.tolist() == [by_score]
+
+
 def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation() -> None:
     """Case 59: shape [T, 1]; renormalised weights are exactly 1 and carry no gradient, others do."""
     logits, grad = _logits(6, 4), torch.ones(6, 1)
@@ -139,6 +232,8 @@ def test_top_1_keeps_its_dimension_and_the_router_learns_without_renormalisation
     [
         (RouterRule(top_k=0), "top_k"),
         (RouterRule(top_k=9), "top_k"),
+        (RouterRule(top_k=2.0), r"top_k = 2\.0: must be a whole number"),  # type: ignore[arg-type]
+        (RouterRule(top_k=1, groups=4, keep_groups=4 / 2), "keep_groups = 2.0"),  # type: ignore[arg-type]
         (RouterRule(top_k=1, score="tanh"), "score"),
         (RouterRule(top_k=1, groups=3), "groups"),
         (RouterRule(top_k=1, groups=4, keep_groups=5), "keep_groups"),
@@ -217,6 +312,43 @@ def test_backward_of_choices_that_are_partly_absent(name: str) -> None:
     torch.testing.assert_close(reference.topk_backward(grad.double(), logits.double(), ids, rule), want)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("name", ["R1-plain", "R2", "R4"])
+def test_padding_that_holds_nan_reaches_nothing(name: str) -> None:
+    experts, rule, _ = RULES[name]
+    logits, mask = _logits(9, experts), torch.arange(9) % 2 == 0
+    logits[1], logits[3], logits[5, 2] = torch.nan, torch.inf, -torch.inf
+    ids, weights = routing.topk(logits, rule, mask=mask)
+    assert (ids[~mask] == -1).all() and not weights[~mask].any() and weights.isfinite().all()
+    d_logits = routing.topk_backward(_logits(9, rule.top_k, 2), logits, ids, rule)
+    assert not d_logits[~mask].any() and d_logits[mask].any() and d_logits.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_backward_of_strided_choices(dtype: torch.dtype) -> None:
+    rule, logits, grad = RouterRule(top_k=3, renormalize=True), _logits(6, 11), _logits(6, 3, 1)
+    ids, _ = routing.topk(logits, rule)
+    want = routing.topk_backward(grad, logits, ids, rule)
+    wide = torch.full((6, 6), -1, dtype=dtype)
+    wide[:, ::2] = ids
+    assert torch.equal(routing.topk_backward(grad.mT.contiguous().mT, logits, wide[:, ::2], rule), want)
+    if dtype == torch.int64:  # in range only without its upper half
+        wide[2] += 1 << 32
+        assert not routing.topk_backward(grad, logits, wide[:, ::2], rule)[2].any()
+
+
+@pytest.mark.parametrize("name", ["R1", "R2", "R4"])
+def test_backward_of_an_expert_chosen_twice(name: str) -> None:
+    """Both choices reach its logit, as in the reference."""
+    experts, rule, _ = RULES[name]
+    logits, grad = _logits(6, experts), _logits(6, rule.top_k, 2)
+    ids, _ = reference.topk(logits, rule)
+    ids[:, 0] = ids[:, -1]
+    want = reference.topk_backward(grad.double(), logits.double(), ids, rule)
+    got = routing.topk_backward(grad, logits, ids, rule)
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-4)
+
+
 def _weights_of_present(logits: Tensor, ids: Tensor, present: Tensor, rule: RouterRule) -> Tensor:
     """Token by token, over its present choices only; zeros elsewhere."""
     rows = []
@@ -242,6 +374,13 @@ def _weights_of_present(logits: Tensor, ids: Tensor, present: Tensor, rule: Rout
 def test_wrong_choices_are_not_placed(ids: Tensor, field: str) -> None:
     with pytest.raises(SpecError, match=field):
         routing.place(ids, 3)
+
+
+def test_more_rows_than_int32_counts_or_tiles_hold_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"tokens x top_k = 2147483648: must be below 2\^31"):
+        routing.place(torch.zeros(1, 1, dtype=torch.int8).expand(1 << 30, 2), 3)
+    with pytest.raises(SpecError, match="rows = 1048577: must be at most 1048576 with tiles of 16"):
+        routing.tile_table(offsets_of([3]), (16 << 16) + 1, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int64])

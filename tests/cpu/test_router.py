@@ -189,7 +189,9 @@ def test_masked_tokens_are_not_routed_and_do_not_count() -> None:
     mask = torch.tensor([True, False, True, True, False, True])
     x = double(6, 3)
     masked, alone = router(x, mask), router(x[mask])
-    assert torch.equal(masked.ids[mask], alone.ids) and torch.equal(masked.weights[mask], alone.weights)
+    assert torch.equal(masked.ids[mask], alone.ids)
+    # A library product of fewer rows may sum in another order.
+    torch.testing.assert_close(masked.weights[mask], alone.weights, rtol=1e-14, atol=0)
     assert (masked.ids[~mask] == -1).all() and (masked.weights[~mask] == 0).all()
     for total in (lambda c, m: score_sum(c, router.rule, m), z_sum):
         torch.testing.assert_close(total(masked, mask), total(alone, None), rtol=1e-14, atol=0)
