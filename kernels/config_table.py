@@ -172,7 +172,7 @@ TABLE: tuple[Row, ...] = (
         activations=HEAVY,
         loads=("gather",),
         architectures=("sm100",),
-        config=_config(64, 128, 64, 8, 4, 8),
+        config=_config(64, 128, 64, 4, 4, 8),
     ),
     Row(
         kernels=("gate_backward",),
