@@ -116,4 +116,5 @@ def benchmarked_device(base: DeviceSpec, path: Path, dtype: str = "bf16") -> Dev
         )
     source = f"tessera bench {found.bench} on {found.machine.name} ({found.machine.versions})"
     name = f"{base.name}{BENCHMARKED}"  # a plan that names it must not be costed with the assumed figures again
-    return replace(device, name=name, sources={**base.sources, **{field: source for field in figures}})
+    sources = {**base.sources, **{field: source for field in figures}}
+    return replace(device, name=name, sources=sources, measured=f"{', '.join(figures)}, by {source}")

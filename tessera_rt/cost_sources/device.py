@@ -34,7 +34,8 @@ class DeviceSpec:
     a small collective there. ``comm_bytes_per_sm``: rate at which one SM moves communication data; above it the links
     saturate. ``contention``: slow-down c of compute, to rate 1/(1+c), while ``comm_sms`` SMs communicate.
     ``comm_sms_candidates``: budgets that a planner may choose from (default: ``comm_sms`` alone).
-    ``launch_ns``: added to each task. ``sources``: field -> where its figure comes from.
+    ``launch_ns``: added to each task. ``sources``: field -> where its figure comes from. ``measured``: which figures
+    were measured, and by what (empty: none).
     """
 
     name: str
@@ -53,6 +54,7 @@ class DeviceSpec:
     launch_ns: int
     comm_sms_candidates: tuple[int, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "comm_sms_candidates", self.comm_sms_candidates or (self.comm_sms,))

@@ -194,7 +194,10 @@ def _count_cost(experts: int, workload: Workload, device: DeviceSpec) -> TaskCos
 
 
 def _notes(model: ModelSpec, workload: Workload, device: DeviceSpec, sms: int) -> Iterator[str]:
-    yield f"computed from assumed rates of {device.title}; nothing was measured"
+    if device.measured:
+        yield f"computed from rates of {device.title}; measured are {device.measured}; all others are assumed"
+    else:
+        yield f"computed from assumed rates of {device.title}; nothing was measured"
     yield "routing is balanced; every expert is as likely as any other"
     if workload.ep > 1:
         how = "summed per rank and node" if workload.combine == "reduced" else "every expert's row by itself"

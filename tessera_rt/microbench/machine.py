@@ -56,10 +56,26 @@ def machine(device: torch.device) -> Machine:
     versions = f"torch {torch.__version__}, python {platform.python_version()}"
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        versions = f"{versions}, CUDA {torch.version.cuda}"
+        versions = f"{versions}, CUDA {torch.version.cuda}, {kernel_versions(device)}"
         return Machine(kind="cuda", name=found.name, sms=found.multi_processor_count, versions=versions)
     name = platform.processor() or platform.machine()
     return Machine(kind="cpu", name=name, sms=os.cpu_count() or 1, versions=versions)
+
+
+def kernel_versions(device: torch.device) -> str:
+    """Triton's version, and the fingerprint of the configurations that kernels have on ``device``: a plan that is
+    costed with what was measured names both."""
+    try:  # an optional package
+        import triton
+
+        from tessera_rt.kernels.architecture import architecture
+        from tessera_rt.kernels.configs import fingerprint, triton_minor
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return "no Triton"
+    name, minor = architecture(device), triton_minor()
+    return f"Triton {triton.__version__}, kernel configurations {name} {fingerprint(name, minor)[:12]}"
 
 
 class ClockReader:

@@ -316,7 +316,9 @@ def _transport_bits(form: str, sms: int, order: str, seed: int) -> tuple[list[Te
     return tensors, log
 
 
-@pytest.mark.parametrize("form", ["tokens-rows", "tokens-reduced", pytest.param("rows-rows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["tokens-rows", *(pytest.param(form, marks=pytest.mark.slow) for form in ("tokens-reduced", "rows-rows"))]
+)
 def test_bits_of_the_transport_do_not_depend_on_grid_and_order(form: str) -> None:
     want, log = _transport_bits(form, ALL, "sequential", 0)
     assert {launch.kernel for launch in log} >= TRANSPORT

@@ -182,32 +182,6 @@ def test_gradients_of_any_strides() -> None:
         assert_near(what, low.grad, high.grad, ratio=1e-5)
 
 
-def test_bits_do_not_depend_on_grid_order_and_repetition() -> None:
-    x, weights, ids, router, gate, _ = _layer("gpt-oss", torch.bfloat16)
-    results = []
-    for sms, order in [(132, "sequential"), (1, "sequential"), (3, "shuffled"), (7, "parallel"), (132, "parallel")]:
-        leaves = map_weights(weights, lambda tensor: tensor.detach().clone().requires_grad_())
-        inputs, weight = x.clone().requires_grad_(), router.clone().requires_grad_()
-        run = Run(budget=SmBudget(sms))
-        with program_order(order, seed=sms), poisoned_memory():
-            out = expert_mlp(inputs, leaves, route_rows(ids, 5, budget=run.budget), weight, gate, run=run)
-            out.sum().backward()
-        results.append([out, inputs.grad, weight.grad, *(leaf.grad for _, leaf in _tensors(leaves))])
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-
-
-def test_a_token_has_the_same_bits_in_another_batch() -> None:
-    x, weights, ids, router, gate, _ = _layer("swiglu", torch.bfloat16)
-    out = expert_mlp(x, weights, route_rows(ids, 4), router, gate)
-    alone = expert_mlp(x[5:6], weights, route_rows(ids[5:6], 4), router[5:6], gate)
-    assert torch.equal(alone[0], out[5])
-    more = torch.cat([torch.randn(40, 64).bfloat16(), x])
-    more_ids = torch.cat([torch.tensor([[0, 1]] * 40, dtype=torch.int32), ids])
-    wide = expert_mlp(more, weights, route_rows(more_ids, 4), torch.cat([torch.ones(40, 2), router]), gate)
-    assert torch.equal(wide[40:], out)
-
-
 def _all_gradients(
     x: Tensor, weights: ExpertWeights, ids: Tensor, router: Tensor, gate: Gate, grad: Tensor
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:

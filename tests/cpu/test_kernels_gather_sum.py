@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.gather_sum import gather_sum, gather_sum_backward, router_weight_gradient
-from tessera_rt.kernels.operands import Run
 from tessera_rt.kernels.routing import ExpertRows, place
-from tessera_rt.testing.interpreter import program_order
 from tessera_rt.testing.kernel_checks import assert_near, poisoned_memory, random_ids
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -108,23 +105,3 @@ def test_router_weight_gradient(tiles: int) -> None:
         got = router_weight_gradient(_strided(partials), position.mT.contiguous().mT)
     torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=1e-5)
     assert not got[position < 0].any()
-
-
-def test_bits_do_not_depend_on_grid_and_order() -> None:
-    case = _Case(40, 4, 520, torch.float32)
-    partials = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
-    results = []
-    for sms, order in [(132, "sequential"), (1, "sequential"), (2, "reversed"), (7, "shuffled"), (3, "parallel")]:
-        run = Run(budget=SmBudget(sms))
-        with program_order(order, seed=sms), poisoned_memory():
-            results.append(
-                [
-                    gather_sum(case.y, case.position, case.weights, run=run),
-                    *gather_sum_backward(
-                        case.grad, case.y, case.source, case.rows, case.position, case.weights, run=run
-                    ),
-                    router_weight_gradient(partials, case.position, run=run),
-                ]
-            )
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

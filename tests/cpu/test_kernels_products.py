@@ -12,12 +12,10 @@ from torch import Tensor
 
 from tessera_rt.errors import SpecError
 from tessera_rt.kernels import reference
-from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.config_table import Config
 from tessera_rt.kernels.descriptors import is_aligned
 from tessera_rt.kernels.gate_backward import gate_backward
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned
-from tessera_rt.kernels.gather_sum import router_weight_gradient
 from tessera_rt.kernels.operands import Run, readable
 from tessera_rt.kernels.options import NO_GATE, Activation, Gate
 from tessera_rt.kernels.routing import ExpertRows, expert_rows
@@ -25,7 +23,7 @@ from tessera_rt.kernels.rows_gemm import rows_gemm
 from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned
 from tessera_rt.kernels.wgrad import bias_gradient, wgrad
 from tessera_rt.kernels.wgrad_kernels import wgrad_aligned
-from tessera_rt.testing.interpreter import handled_launches, launches, program_order
+from tessera_rt.testing.interpreter import handled_launches, launches
 from tessera_rt.testing.kernel_checks import assert_near, offsets_of, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -255,46 +253,6 @@ def test_counts(counts: list[int]) -> None:
     assert_near("out", out, want)
     d_weight = wgrad(out, x, _rows(counts, rows), torch.full((experts, 32, 48), torch.nan), accumulate=False)
     assert_near("d weight", d_weight, reference.wgrad(out.double(), x.double(), offsets_of(counts)))
-
-
-def _everything(run: Run, rows: ExpertRows, dtype: torch.dtype, sizes: tuple[int, int]) -> list[Tensor]:
-    n, k = sizes
-    gate = Gate()
-    x, weight = _draw(ROWS, k, dtype=dtype), _draw(4, 2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
-    out, pre = rows_gemm(x, weight, rows, gate=gate, save_pre=True, run=run)
-    assert pre is not None
-    grad = _draw(ROWS, k, dtype=dtype, seed=2)
-    d_pre, act, partials = gate_backward(
-        grad, _draw(4, n, k, dtype=dtype, seed=3), pre, rows, gate=gate, partials=True, zero_tail=True, run=run
-    )
-    assert partials is not None
-    position = torch.arange(48, dtype=torch.int32).view(24, 2)
-    d_weight = wgrad(d_pre, x, rows, torch.ones(4, 2 * n, k), accumulate=True, run=run)
-    d_bias = bias_gradient(d_pre, rows, torch.empty(4, 2 * n), accumulate=False, run=run)
-    return [out, pre, d_pre, act, router_weight_gradient(partials, position, run=run), d_weight, d_bias]
-
-
-@pytest.mark.parametrize("sizes", [(48, 80), (14, 7)], ids=["aligned", "any"])
-def test_bits_do_not_depend_on_grid_and_order(sizes: tuple[int, int]) -> None:
-    rows = _rows()
-    want = _everything(Run(budget=SmBudget(132)), rows, torch.bfloat16, sizes)
-    for sms, order in [(1, "sequential"), (3, "reversed"), (7, "shuffled"), (132, "parallel"), (3, "parallel")]:
-        with program_order(order, seed=sms):
-            got = _everything(Run(budget=SmBudget(sms)), rows, torch.bfloat16, sizes)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (sms, order)
-
-
-@pytest.mark.parametrize("k", [48, 7])
-def test_a_row_has_the_same_bits_under_other_neighbours(k: int) -> None:
-    weight = _draw(3, 48, k, dtype=torch.bfloat16, seed=1)
-    token = _draw(1, k, dtype=torch.bfloat16, seed=2)
-    results = []
-    for seed, counts, place in [(3, [9, 0, 50], 4), (4, [1, 1, 1], 0), (5, [70, 3, 2], 37), (6, [128, 0, 0], 127)]:
-        x = _draw(sum(counts), k, dtype=torch.bfloat16, seed=seed)
-        x[place] = token[0]
-        out, _ = rows_gemm(x, weight, _rows(counts, sum(counts)))
-        results.append(out[place])
-    assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
 SHIPPED_BLOCKS = [

@@ -66,7 +66,9 @@ def run(
     return [message for number in range(len(rounds)) for _, message in (of_rank[number] for of_rank in results)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if form == "rows-rows" else form for form in FORMS]
+)
 def test_a_late_rank_a_rank_without_tokens_and_all_tokens_to_one(pool: WorkerPool, form: str) -> None:
     traffic = traffic_of(form, WORLD, 5)
     generator = torch.Generator().manual_seed(31)

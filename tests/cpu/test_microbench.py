@@ -14,17 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from tessera_rt.errors import SpecError, TransportError
 from tessera_rt.kernels.budget import SmBudget
+from tessera_rt.kernels.configs import fingerprint, triton_minor
 from tessera_rt.kernels.options import Activation, Gate
 from tessera_rt.kernels.shapes import SHAPES, ExpertShape
 from tessera_rt.kernels.trace import Trace
 from tessera_rt.kernels.weights import ExpertWeights
 from tessera_rt.microbench import layer, products, puts
 from tessera_rt.microbench.compare import ComparedRow, Contender, compare
-from tessera_rt.microbench.machine import ClockReader, Clocks, Machine, machine, slowed_down
+from tessera_rt.microbench.machine import ClockReader, Clocks, Machine, kernel_versions, machine, slowed_down
 from tessera_rt.microbench.overlap import OverlapResult, OverlapRow, Placement, overlap
 from tessera_rt.microbench.picture import draw_overlap
 from tessera_rt.microbench.problems import ExpertProblem, expert_problem
@@ -321,6 +323,12 @@ def test_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert caught.value.problems[0].field == "--comm"
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_mine"):
         load_launch("--comm", "broken:f", CPU)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_measurement_names_the_kernels_configurations() -> None:
+    of_table = fingerprint("interpreter", triton_minor())
+    assert kernel_versions(CPU) == f"Triton {triton.__version__}, kernel configurations interpreter {of_table[:12]}"
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tessera_rt.cost_sources.benchmarked import benchmarked_device, is_bench_res
 from tessera_rt.cost_sources.device import load_device
 from tessera_rt.cost_sources.work import WorkKind
 from tessera_rt.errors import CostError
+from tessera_rt.files.plan_files import load_plan
 
 FIGURES = {
     "comm_sms": 16,
@@ -28,7 +29,7 @@ def write(folder: Path, figures: dict[str, Any] | None = None, **changes: Any) -
     data = {
         "tessera_bench": 1,
         "bench": "overlap",
-        "machine": {"kind": "cuda", "name": "a GPU", "sms": 132, "versions": "torch 2"},
+        "machine": {"kind": "cuda", "name": "a GPU", "sms": 132, "versions": "torch 2, kernel configurations 1a2b"},
         "notes": [],
         "figures": FIGURES if figures is None else figures,
         "rows": [],
@@ -101,6 +102,10 @@ def test_plans_with_measured_figures(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         plans[name] = json.loads(result.stdout), target.read_text()
     assert "device: h200+bench" in plans["measured"][1] and "device: h200\n" in plans["assumed"][1]
+    notes = {name: load_plan(tmp_path / f"{name}.yaml").assumptions.notes for name in plans}
+    assert any("nothing was measured" in note for note in notes["assumed"])
+    assert not any("nothing was measured" in note for note in notes["measured"])
+    assert any("contention" in note and "kernel configurations 1a2b" in note for note in notes["measured"])
     assert plans["measured"][0]["rows"] != plans["assumed"][0]["rows"]
     again = CliRunner().invoke(app, ["simulate", str(tmp_path / "measured.yaml"), "--json"])
     assert again.exit_code != 0 and "--costs" in again.output
