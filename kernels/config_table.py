@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessera_rt.errors import Problem
+
 HALF = ("bfloat16", "float16")
 MINORS = ("3.6", "3.7", "3.8", "3.9")
 
@@ -26,6 +28,21 @@ class Config:
     stages: int
     group_m: int = 8
     slices: int = 4
+
+    def problems(self) -> list[Problem]:
+        """What Triton cannot compile, or kernels do not work with."""
+        found = []
+        for name, least, most in (
+            ("block_m", 16, 1024), ("block_n", 16, 1024), ("block_k", 16, 1024), ("warps", 1, 32), ("slices", 4, 8)
+        ):  # fmt: skip
+            value: object = getattr(self, name)
+            if not (isinstance(value, int) and least <= value <= most and value.bit_count() == 1):
+                found.append(Problem(name, value, f"a power of 2 from {least} to {most}"))
+        for name in ("stages", "group_m"):
+            number: object = getattr(self, name)
+            if not (isinstance(number, int) and number >= 1):
+                found.append(Problem(name, number, "a whole number, at least 1"))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,15 @@ from tessera_rt.differentiable_once import differentiable_once
 from tessera_rt.errors import Problem
 from tessera_rt.kernels.expert_rows import expert_rows, expert_rows_backward
 from tessera_rt.kernels.gather_sum import gather_sum
-from tessera_rt.kernels.operands import DEFAULT_RUN, DTYPES, Run, check_tensors, shape_problem, tensor_problems
+from tessera_rt.kernels.operands import (
+    DEFAULT_RUN,
+    DTYPES,
+    Run,
+    check_tensors,
+    negation_problems,
+    shape_problem,
+    tensor_problems,
+)
 from tessera_rt.kernels.options import Gate
 from tessera_rt.kernels.routing import Routed, device_problem
 from tessera_rt.kernels.row_gradients import Needs
@@ -85,6 +93,7 @@ def _main_grad_problems(name: str, target: Tensor, weight: Tensor | None) -> lis
     if weight is None:
         return [Problem(name, tuple(target.shape), "None like the weight")]
     problems = tensor_problems(name, target, tuple(weight.shape), (torch.float32,), weight.device)
+    problems += negation_problems(name, target)
     if not is_destination(target):
         allowed = "contiguous, or the transpose of that" if target.dim() == 3 else "contiguous"
         problems.append(Problem(f"{name}.stride", target.stride(), allowed))

@@ -10,7 +10,7 @@ from tessera_rt.errors import Problem
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import plain, width_is_aligned
 from tessera_rt.kernels.gate_backward_kernels import gate_backward_aligned, gate_backward_any
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     DTYPES,
@@ -28,7 +28,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm import zero_rows_behind
 
 
-@on_operands_device
+@launching
 def gate_backward(
     grad: Tensor,
     weight: Tensor,

@@ -11,7 +11,7 @@ from tessera_rt.kernels.gather_sum_kernels import (
     gather_sum_kernel,
     router_weight_gradient_kernel,
 )
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     DTYPES,
@@ -28,7 +28,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 BLOCK_T, BLOCK_H, WARPS = 8, 512, 8
 
 
-@on_operands_device
+@launching
 def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.gather_sum``: [R, H], [T, K] integers, [T, K] floats (any strides) -> [T, H] in the dtype of ``y``.
 
@@ -56,7 +56,7 @@ def gather_sum(y: Tensor, position: Tensor, weights: Tensor | None = None, *, ru
     return out
 
 
-@on_operands_device
+@launching
 def gather_sum_backward(
     grad: Tensor,
     y: Tensor,
@@ -92,7 +92,7 @@ def gather_sum_backward(
     return d_y, d_weights
 
 
-@on_operands_device
+@launching
 def router_weight_gradient(partials: Tensor, position: Tensor, *, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.router_weight_gradient``: row partials [R, tiles] fp32, position [T, K] -> d weights [T, K] fp32.
     Positions must be below R, which is not checked. Raises SpecError."""

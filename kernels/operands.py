@@ -29,6 +29,20 @@ class Run:
     config: Config | None = None
     trace: Trace | None = None
 
+    def __post_init__(self) -> None:
+        given: tuple[tuple[str, object, type], ...] = (
+            ("budget", self.budget, SmBudget), ("config", self.config, Config), ("trace", self.trace, Trace)
+        )  # fmt: skip
+        problems = [
+            Problem(name, value, f"a {kind.__name__} or None")
+            for name, value, kind in given
+            if not (value is None or isinstance(value, kind))
+        ]
+        if isinstance(self.config, Config):
+            problems += [Problem(f"config.{p.field}", p.value, p.allowed) for p in self.config.problems()]
+        if problems:
+            raise SpecError.of("run", problems)
+
     def grid(self, kernel: Any, device: torch.device, tasks: int) -> tuple[tuple[int], Tensor | None]:
         """The grid of a launch of ``kernel``, at most the budget's SMs, and its part of the trace.
 
@@ -109,6 +123,11 @@ def tensor_problems(
     if tensor.device != device:
         problems.append(Problem(f"{name}.device", str(tensor.device), f"{device} like the other operands"))
     return problems
+
+
+def negation_problems(name: str, out: Tensor) -> list[Problem]:
+    """A problem if a destination has torch's lazy negation: kernels write to its storage."""
+    return [Problem(name, "a lazily negated view", "a tensor that holds its values", "write to a copy")] * out.is_neg()
 
 
 def index_problems(index: Tensor | None, divisor: int, rows: int, device: torch.device) -> list[Problem]:

@@ -42,6 +42,13 @@ class Gate:
         if not isinstance(given, Activation):
             allowed = ", ".join(f"Activation.{each.name}" for each in Activation)
             raise SpecError.of("gate", [Problem("activation", given, f"one of {allowed}")])
+        problems = []
+        if not (math.isfinite(self.limit) and self.limit > 0):
+            problems.append(Problem("limit", self.limit, "a positive number"))
+        if not math.isfinite(self.alpha):
+            problems.append(Problem("alpha", self.alpha, "a finite number"))
+        if problems:
+            raise SpecError.of("gate", problems)
 
     @property
     def gated(self) -> bool:

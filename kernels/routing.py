@@ -17,7 +17,7 @@ from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.architecture import architecture
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.configs import tile_heights
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import DTYPES, ID_DTYPES, INDEX_DTYPES, Run, refuse, tensor_problems, warp_options
 from tessera_rt.kernels.options import MAX_EXPERTS, RouterRule
 from tessera_rt.kernels.routing_kernels import (
@@ -35,7 +35,7 @@ BLOCK_T = 4  # tokens per program of the choice
 PLACE_BLOCK = 64  # choices whose ranks are counted at once, by a matrix of equalities
 
 
-@on_operands_device
+@launching
 def topk(
     logits: Tensor,
     rule: RouterRule,
@@ -87,7 +87,7 @@ def topk(
     return ids, weights
 
 
-@on_operands_device
+@launching
 def topk_backward(
     grad: Tensor,
     logits: Tensor,
@@ -131,7 +131,7 @@ def topk_backward(
     return out
 
 
-@on_operands_device
+@launching
 def place(
     ids: Tensor, experts: int, *, budget: SmBudget | None = None, trace: Trace | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +225,7 @@ class ExpertRows:
         raise SpecError.of("expert rows", [Problem("block_m", block_m, f"one of {have}", "pass it to expert_rows")])
 
 
-@on_operands_device
+@launching
 def tile_table(offsets: Tensor, rows: int, block_m: int, *, trace: Trace | None = None) -> TileTable:
     """``reference.tile_table`` of ``offsets`` [E + 1] int32 on the device. There must be at most ``rows`` rows, which
     only the device could check. Raises SpecError."""
@@ -266,7 +266,7 @@ def _checked_offsets(offsets: Tensor) -> Tensor:
     if not problems and not 2 <= offsets.numel() <= MAX_EXPERTS + 1:
         problems.append(Problem("offsets.shape", tuple(offsets.shape), f"[experts + 1] of 1 to {MAX_EXPERTS} experts"))
     refuse("expert rows", problems)
-    return offsets.contiguous()
+    return offsets.resolve_neg().contiguous()
 
 
 def _checked_logits(where: str, logits: Tensor, rule: RouterRule) -> int:

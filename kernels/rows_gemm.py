@@ -16,7 +16,7 @@ from tessera_rt.errors import Problem
 from tessera_rt.kernels.config_table import ROWS_GEMM
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import plain, width_is_aligned
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
@@ -33,7 +33,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.rows_gemm_kernels import rows_gemm_aligned, rows_gemm_any, zero_tail_kernel
 
 
-@on_operands_device
+@launching
 def rows_gemm(
     x: Tensor,
     weight: Tensor,
@@ -126,7 +126,7 @@ def rows_gemm(
     return out, pre
 
 
-@on_operands_device
+@launching
 def zero_rows_behind(tensor: Tensor, rows: ExpertRows, run: Run = DEFAULT_RUN) -> None:
     """Zeros in the rows of ``tensor`` [R, N] (contiguous) that belong to no expert."""
     grid, trace = run.grid(zero_tail_kernel, tensor.device, triton.cdiv(rows.rows, 32))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tessera_rt.errors import Problem, SpecError, TransportError
 from tessera_rt.kernels.budget import SmBudget, device_budget
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     ID_DTYPES,
@@ -130,7 +130,7 @@ class PeerTransport:
         tokens, units = ids.shape[0], ids.shape[0] * traffic.units_per_token
         if ids.dtype == torch.int64:
             ids = ids.clamp(-1, traffic.experts)  # one beyond int32 would come back as another expert
-        ids = ids.to(torch.int32).contiguous().view(units, traffic.choices)
+        ids = ids.resolve_neg().to(torch.int32).contiguous().view(units, traffic.choices)
         before, of_ranks, of_experts = self._count(ids)
         channel, layout = Channel.COUNTS, self._layout
         slab = (self._ready_flag(channel), self.rank, self.world, traffic.experts)
@@ -149,7 +149,7 @@ class PeerTransport:
         shape = (placement.tokens, self.traffic.top_k)
         problems += tensor_problems("weights", weights, shape, (torch.float32,), self.device)
         self._check_rows("dispatch", "x", x, placement.tokens, problems)
-        sent = weights.contiguous()
+        sent = weights.resolve_neg().contiguous()
         number = self._put_rows(x, placement, sent)
         return Issued(lambda: self._received(number, placement, sent))
 
@@ -190,7 +190,8 @@ class PeerTransport:
         grid, places, traced = self._grid(returns_put_kernel, tasks)
         returns_put_kernel[grid](
             self._memory.bases, y, position.contiguous(), received.ids, received.origin, received.weights,
-            None if router_gradient is None else router_gradient.contiguous(), received.placement.incoming,
+            None if router_gradient is None else router_gradient.resolve_neg().contiguous(),
+            received.placement.incoming,
             self._counters[channel, 0, 0], self._words, self._counters[channel, 2, 0], places, self.rank, self.world,
             traffic.hidden, y.stride(0), traffic.row_stride, returned.start, returned.size, gradients.start,
             gradients.size, self._ready_flag(channel),
@@ -430,7 +431,7 @@ class PeerTransport:
         check_tensors(where, problems, x)
 
 
-@on_operands_device
+@launching
 def route_received(
     ids: Tensor, experts: int, rows: int, *, block_ms: tuple[int, ...] = (), run: Run = DEFAULT_RUN
 ) -> Routed:
@@ -457,7 +458,8 @@ def communication_run(run: Run, device: torch.device) -> Run:
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """``x`` with contiguous rows, copied if it has none."""
+    """``x`` with contiguous rows of stored values, copied if it has none."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

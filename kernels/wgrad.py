@@ -13,13 +13,14 @@ from torch import Tensor
 from tessera_rt.errors import Problem
 from tessera_rt.kernels.configs import choose, config_for, precision
 from tessera_rt.kernels.descriptors import ragged, width_is_aligned
-from tessera_rt.kernels.operand_device import on_operands_device
+from tessera_rt.kernels.launching import launching
 from tessera_rt.kernels.operands import (
     DEFAULT_RUN,
     Run,
     check_tensors,
     index_problems,
     launch_options,
+    negation_problems,
     readable,
     shape_problem,
     warp_options,
@@ -28,7 +29,7 @@ from tessera_rt.kernels.routing import ExpertRows, device_problem
 from tessera_rt.kernels.wgrad_kernels import bias_gradient_kernel, wgrad_aligned, wgrad_any
 
 
-@on_operands_device
+@launching
 def wgrad(
     grad: Tensor,
     x: Tensor,
@@ -107,7 +108,7 @@ def is_destination(out: Tensor) -> bool:
     return out.is_contiguous() or (out.dim() == 3 and out.mT.is_contiguous())
 
 
-@on_operands_device
+@launching
 def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bool, run: Run = DEFAULT_RUN) -> Tensor:
     """``reference.bias_gradient`` into ``out`` [E, N] (contiguous), by the same contract; ``grad`` any strides."""
     problems = shape_problem("grad", grad, rows.rows, None)
@@ -130,7 +131,7 @@ def bias_gradient(grad: Tensor, rows: ExpertRows, out: Tensor, *, accumulate: bo
 
 
 def _destination_problems(out: Tensor, grad: Tensor, accumulate: bool) -> list[Problem]:
-    problems = []
+    problems = negation_problems("out", out)
     if out.device != grad.device:
         problems.append(Problem("out.device", str(out.device), f"{grad.device} like grad"))
     if accumulate and out.dtype != torch.float32:

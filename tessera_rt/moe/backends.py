@@ -99,10 +99,13 @@ def grouped_experts(
     """Rows of expert e, rows[offsets[e] : offsets[e + 1]], through expert e: [R, H] -> [R, H].
 
     ``rows`` [R, H] ordered by expert, any strides; ``offsets`` [E + 1] of an integer type on the device of ``rows``,
-    rising from 0. Rows from offsets[E] on belong to nobody: they are zero in the output and get zero gradient,
-    whatever they hold. Otherwise as ``routed_experts``.
+    rising from 0 to at most R, which the device asserts (``torch._assert_async``). Rows from offsets[E] on belong to
+    nobody: they are zero in the output and get zero gradient, whatever they hold. Otherwise as ``routed_experts``.
     """
     _check(experts, gate, rows, offsets=offsets)
+    wide = offsets.to(torch.int64)
+    rising = (wide[0] == 0) & (wide[-1] <= rows.shape[0]) & (wide.diff() >= 0).all()
+    torch._assert_async(rising, f"grouped_experts: offsets must rise from 0 to at most the {rows.shape[0]} rows")
     chosen = _chosen(backend, rows)
     return chosen.grouped(*_autocast(rows), offsets.to(torch.int32), _autocast_weights(experts, rows), gate).to(
         rows.dtype

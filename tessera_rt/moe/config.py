@@ -115,10 +115,6 @@ class MoEConfig:
                 yield Problem(name, value, "a number of at least 0")
         if self.gate.activation is Activation.NONE:
             yield Problem("gate.activation", "NONE", "an activation")
-        if not (math.isfinite(self.gate.limit) and self.gate.limit > 0):
-            yield Problem("gate.limit", self.gate.limit, "a positive number")
-        if not math.isfinite(self.gate.alpha):
-            yield Problem("gate.alpha", self.gate.alpha, "a number")
         if self.shared_gated and not self.shared_intermediate:
             yield Problem("shared_gated", True, "false without a shared expert", "set shared_intermediate")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera_rt.errors import Problem, SpecError
 from tessera_rt.kernels.budget import SmBudget
 from tessera_rt.kernels.expert_mlp import expert_mlp
 from tessera_rt.kernels.operands import DEFAULT_RUN, Run
@@ -24,12 +25,16 @@ class TritonBackend:
     """CUDA (or Triton's interpreter): bf16, fp16, fp32; counts stay on the device. To the compiler a call is one step
     that it does not look into: its graph ends before, and another begins behind.
 
-    ``run``: the SM budget that its kernels keep to, also behind a transport (which has one of its own), and a trace.
+    ``run``: the SM budget that its kernels keep to, also behind a transport (which has one of its own), and the trace
+    of the experts' kernels.
     """
 
     name = "triton"
 
     def __init__(self, run: Run = DEFAULT_RUN) -> None:
+        given: object = run
+        if not isinstance(given, Run):
+            raise SpecError.of("TritonBackend", [Problem("run", given, "a Run", "for a budget: Run(budget)")])
         self.run, self.rows = run, TritonRows(run)
         self._heights = () if run.config is None else (run.config.block_m,)
 

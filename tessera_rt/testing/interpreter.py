@@ -239,6 +239,8 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
     indices = list(itertools.product(range(grid[0]), range(grid[1]), range(grid[2])))
     only = _only.get()
     if only is not None:
+        if outside := [number for number in only if not -len(indices) <= number < len(indices)]:
+            raise ValueError(f"{name}: only_programs({outside[0]}) of a grid of {len(indices)} programs")
         indices = [indices[number] for number in only]
     parallel = order is ProgramOrder.PARALLEL and indices
     turns = Turns(len(indices), seed) if parallel else None

@@ -161,7 +161,9 @@ class CorrectedBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
         known: dict[str, Emulation] = {"mov.u32 $0, %smid;": lambda: np.array([self.grid_idx[0]], dtype=np.int32)}
         emulate = (known | dict(assembly.get({}))).get(text)
         if emulate is None:
-            raise NotImplementedError(f"inline_asm not supported here: {text!r}; emulate it with inline_assembly({{}})")
+            raise NotImplementedError(
+                f"inline_asm not supported here: {text!r}; emulate it with inline_assembly({{text: function}})"
+            )
         results = emulate(*(handle.data for handle in values))
         arrays = results if isinstance(results, tuple) else (results,)
         types_of = dtypes if isinstance(dtypes, (list, tuple)) else (dtypes,)

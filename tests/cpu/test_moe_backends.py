@@ -362,3 +362,12 @@ def test_kernels_are_one_step_to_the_compiler(interpreted: None) -> None:
         made.append(counter.frame_count)
     torch._dynamo.reset()
     assert made[1] == made[3]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("offsets", [[0, 5, 14], [0, 8, 7], [0, -8, 2], [3, 4, 5]])
+def test_offsets_that_do_not_rise_within_the_rows_are_refused(backend: str, offsets: list[int]) -> None:
+    experts = ExpertWeights(torch.randn(2, 8, 4), torch.randn(2, 4, 4))
+    with pytest.raises(RuntimeError, match="offsets must rise from 0 to at most the 10 rows"):
+        grouped_experts(torch.randn(10, 4), torch.tensor(offsets), experts, Gate(), backend=backend)

@@ -33,7 +33,7 @@ def test_every_fault_is_named_at_once() -> None:
         intermediate=0,
         experts=4,
         router=RouterRule(top_k=3, groups=2, keep_groups=1, scale=float("nan"), eps=-1.0),
-        gate=Gate(activation=Activation.NONE, limit=0.0, alpha=float("inf")),
+        gate=Gate(activation=Activation.NONE),
         latent=-1,
         shared_intermediate=-1,
         aux_coefficient=-1.0,
@@ -43,8 +43,8 @@ def test_every_fault_is_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         config.check()
     assert {problem.field for problem in caught.value.problems} == {
-        "hidden", "intermediate", "router.top_k", "router.scale", "router.eps", "gate.activation", "gate.limit",
-        "gate.alpha", "latent", "shared_intermediate", "aux_coefficient", "z_coefficient", "bias_update_rate",
+        "hidden", "intermediate", "router.top_k", "router.scale", "router.eps", "gate.activation", "latent",
+        "shared_intermediate", "aux_coefficient", "z_coefficient", "bias_update_rate",
     }  # fmt: skip
 
 

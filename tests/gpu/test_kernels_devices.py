@@ -1,4 +1,4 @@
-"""Operands on another device than the current one; without a GPU: tests/cpu/test_kernels_operand_device.py."""
+"""Operands on another device than the current one; without a GPU: tests/cpu/test_kernels_launching.py."""
 
 from __future__ import annotations
 
