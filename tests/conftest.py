@@ -20,8 +20,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What `pytest -n 2 --dist loadgroup` keeps in one process: a file, and all tests that share the ranks."""
+    """What `pytest -n 2 --dist loadgroup` keeps in one process: a file, and all tests that share the ranks. Slow tests
+    may take longer than the limit of the others, which is there to end what hangs."""
     for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
         ranks = "pool" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("ranks" if ranks else str(item.path)))
 
